@@ -1,0 +1,198 @@
+"""One YAML file is one experiment: its schema, as frozen dataclasses, one per section.
+
+Facts of a site (paths, accounts) stay out of it: they come from the environment (env.sh), and a string such as
+`jsonl:$SPEC_PROMPTS/train.jsonl` is expanded only where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import schema
+from pipeline.schema import setting
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+DRAFTERS = ("none", "model")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _count(low: int = 1, **field: Any) -> Any:
+    return setting(f"a whole number of at least {low}", lambda value: value >= low, **field)
+
+
+def _one_of(choices: tuple[str, ...], **field: Any) -> Any:
+    return setting(f"one of {', '.join(choices)}", lambda value: value in choices, **field)
+
+
+def _name(**field: Any) -> Any:
+    return setting(
+        "a name of letters, digits, '.', '_', '-' (it becomes a folder)",
+        lambda value: RUN_NAME.fullmatch(value) is not None,
+        **field,
+    )
+
+
+def _temperature(**field: Any) -> Any:
+    return setting("a temperature of at least 0 (0 = greedy)", lambda value: 0 <= value <= 100, **field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Where the draft comes from: the target's first `keep_layers` layers (or the listed ones), or a model's name."""
+
+    keep_layers: int | tuple[int, ...] | None = _count(0, default=None)
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.keep_layers is None) == (self.model is None):
+            raise ValueError("got both or neither of keep_layers and model, expected exactly one")
+        if self.keep_layers in (0, ()):
+            raise ValueError(f"keep_layers: got {self.keep_layers!r}, expected at least one layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """The pair. Names as in pipeline.models.resolve."""
+
+    target: str
+    draft: DraftConfig
+    dtype: str = _one_of(DTYPES, default="bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """A named set of prompts; `source` as in pipeline.sources.load_prompts, at most `limit` prompts of it."""
+
+    name: str = _name()
+    source: str
+    limit: int = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracesConfig:
+    """Stage 01: `completions_per_prompt` completions of every prompt at every temperature."""
+
+    prompts: tuple[PromptSource, ...]
+    completions_per_prompt: int = _count(default=1)
+    temperatures: tuple[float, ...] = _temperature(default=(1.0,))
+    top_p: float = setting("a number in (0, 1]", lambda value: 0 < value <= 1, default=1.0)
+    max_tokens: int = _count()
+    seed: int = _count(0, default=0)
+    shard_size: int = _count(default=64)
+    top_logprobs: int = _count(default=8)
+    batch: int = _count(default=8)
+
+    def __post_init__(self) -> None:
+        _check_prompts(self.prompts)
+        _not_empty(temperatures=self.temperatures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchEngineConfig:
+    """Stage 04: the grid drafters x ks x batches x temperatures, and the sizes of gates G1 and G2.
+
+    k = 0 is measured for every batch and temperature, as drafter "none"; `law_samples` is G1's sample size a case;
+    `greedy_ks` are G2's draft lengths.
+    """
+
+    prompts: tuple[PromptSource, ...]
+    drafters: tuple[str, ...] = _one_of(DRAFTERS, default=DRAFTERS)
+    ks: tuple[int, ...] = _count(default=(1, 2, 4))
+    batches: tuple[int, ...] = _count(default=(1, 4))
+    temperatures: tuple[float, ...] = _temperature(default=(0.0,))
+    max_tokens: int = _count(default=64)
+    repeats: int = _count(default=1)
+    seed: int = _count(0, default=0)
+    law_samples: int = _count(100, default=20_000)
+    greedy_ks: tuple[int, ...] = _count(0, default=(1, 3, 8))
+
+    def __post_init__(self) -> None:
+        _check_prompts(self.prompts)
+        _not_empty(
+            drafters=self.drafters,
+            ks=self.ks,
+            batches=self.batches,
+            temperatures=self.temperatures,
+            greedy_ks=self.greedy_ks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatesConfig:
+    """Limits of the gates. G1: noise allowed in standard deviations, family-wise error; G2: events a case must have."""
+
+    law_sd: float = setting("a number in (0, 10]", lambda value: 0 < value <= 10, default=4.0)
+    law_error: float = setting("a number in (0, 0.01]", lambda value: 0 < value <= 0.01, default=1e-4)
+    greedy_accepts: int = _count(default=50)
+    greedy_rejects: int = _count(default=50)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment. Results go to $SPEC_DATA_ROOT/<run>/<stage>/."""
+
+    run: str = _name()
+    models: ModelsConfig
+    traces: TracesConfig
+    bench_engine: BenchEngineConfig
+    gates: GatesConfig = GatesConfig()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The experiment in a YAML file, with `overrides` such as "traces.batch=4" (values in YAML) put in first.
+
+    Raises ValueError with file, line, key, got and expected: no such file, not YAML, an unknown, missing or repeated
+    key, a value of the wrong type or out of range.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such config file; expected a YAML file such as configs/demo.yaml")
+    root = schema.compose(path.read_text(encoding="utf-8"), str(path))
+    if root is None:
+        raise ValueError(f"{path}:1: the file is empty; expected the keys of configs/demo.yaml")
+    for assignment in overrides:
+        schema.override(root, assignment)
+    return schema.read(root, Config)
+
+
+def section_values(config: Config, sections: Iterable[str]) -> dict[str, Any]:
+    """The named sections as plain data (JSON types), in the order given."""
+    return {name: _plain(getattr(config, name)) for name in sections}
+
+
+def expand_env(text: str) -> str:
+    """`text` with $NAME and ${NAME} replaced from the environment. ValueError naming a variable that is not set."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        if name not in os.environ:
+            raise ValueError(f"{text}: the environment variable {name} is not set; set it in env.sh and source that")
+        return os.environ[name]
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(element) for element in value] if isinstance(value, tuple) else value
+
+
+def _check_prompts(prompts: tuple[PromptSource, ...]) -> None:
+    _not_empty(prompts=prompts)
+    names = [source.name for source in prompts]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"prompts: got the name {repeated[0]!r} twice, expected each source under its own name")
+
+
+def _not_empty(**lists: tuple[Any, ...]) -> None:
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"{name}: got an empty list, expected at least one element")
