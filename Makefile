@@ -1,0 +1,53 @@
+# `make help` lists the targets. Every target that runs Python first makes .venv when it is missing or outdated.
+.DEFAULT_GOAL := help
+.PHONY: help demo all test test-all lint format clean venv
+SHELL := /bin/bash
+MAKEFLAGS += --no-print-directory
+
+export PYTHON ?= python3
+export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+CONFIG ?= configs/demo.yaml
+
+# The stamp's name is a checksum of all that decides what .venv holds; it is written last.
+VENV_INPUTS := $(sort $(wildcard requirements*.txt)) scripts/make_venv.sh
+VENV_KEY := $(shell { cat $(VENV_INPUTS); $(PYTHON) --version; nvidia-smi -L; } 2>/dev/null | cksum | cut -d' ' -f1)
+STAMP := .venv/.ready-$(VENV_KEY)
+
+BIN := .venv/bin
+# One thread a worker: two workers with two threads each would fight for two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## decode a real small model on this machine, with and without speculation: table and gates
+	@scripts/run_pipeline.sh --local --config configs/demo.yaml
+
+all: $(STAMP)  ## run every stage of CONFIG (configs/demo.yaml) in order, under SPEC_DATA_ROOT
+	@scripts/run_pipeline.sh --config $(CONFIG)
+
+test: $(STAMP)  ## the tests that are fast (under 10 minutes on 2 cores)
+	@$(PYTEST) -m "not slow and not gpu"
+
+test-all: test  ## those, then the slow ones (under an hour)
+	@$(PYTEST) -m "slow and not gpu"
+
+lint: $(STAMP)  ## ruff, mypy, shellcheck
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@if command -v shellcheck >/dev/null; then shellcheck -x scripts/*.sh .ci/run env.sh.example; \
+	else echo "shellcheck is not installed: shell scripts not checked"; fi
+
+format: $(STAMP)  ## rewrite the Python files as ruff formats them
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+venv: $(STAMP)  ## make .venv only
+
+clean:  ## remove .venv and caches (never data)
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
+
+$(STAMP):
+	@scripts/make_venv.sh $@

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Stage 01: completions of the target with its top logprobs. Usage: 01_gen_traces.sh --config FILE [--set key=value] [--force]
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+exec "$SPEC_PYTHON" -m data.gen_traces "$@"

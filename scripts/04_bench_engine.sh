@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Stage 04: the engine's speed and exactness. Usage: 04_bench_engine.sh --config FILE [--force]
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+exec "$SPEC_PYTHON" -m bench.bench_engine "$@"

