@@ -1,0 +1,249 @@
+"""The engine: requests into slots, rounds over the slots, completions out.
+
+Continuous batching: a finished row's slot is refilled before the next round, and prompts are fed in chunks between
+rounds. The last prompt token is never prefilled: it is the pending token of the row's first round, which therefore
+yields the first new token like any other round. Everything data-dependent inside a round is in specdec.round.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.feed import feed
+from specdec.model import CachedModel
+from specdec.report import RowReport, read_report
+from specdec.request import Completion, Request, check_ids
+from specdec.round import Proposal, decide, no_proposal, propose, score
+from specdec.slots import Slot
+from specdec.state import RowState, features_of
+from specdec.stats import AcceptanceStats, RoundStats
+from specdec.timing import PhaseTimer
+
+DraftLength = int | Callable[[RoundStats | None], int]
+
+
+class Engine:
+    """Batched speculative decoding of `target` with `draft`; the output follows the target's law exactly.
+
+    target, draft: Hugging Face decoders with one vocabulary on one device; draft=None decodes plainly (k = 0, the
+    same machinery). k: draft length, or a callable that gets the last round's RoundStats (None at first) and
+    returns one in [0, k_max]. num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one
+    request. prefill_chunk: the most prompt tokens a row is fed between two rounds. top_logprobs: report the
+    target's raw law at each token (TokenLogprobs). on_round: called after each round.
+
+    Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
+    request that is bad ends with finish_reason "error" and harms no other.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        *,
+        k: DraftLength = 4,
+        k_max: int | None = None,
+        num_slots: int = 8,
+        capacity: int = 2048,
+        prefill_chunk: int = 512,
+        top_logprobs: int = 0,
+        on_round: Callable[[RoundStats], None] | None = None,
+    ) -> None:
+        self._k = k if draft is not None else 0
+        self.k_max = _check_settings(self._k, k_max, num_slots, capacity, prefill_chunk)
+        buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
+        self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
+        self._draft: CachedModel | None = None
+        if draft is not None and self.k_max > 0:
+            check_same_vocabulary(target, draft)
+            self._draft = CachedModel(draft, num_rows=num_slots, capacity=buffer)
+        if not 0 <= top_logprobs <= self._target.vocab_size:
+            raise ValueError(f"top_logprobs is {top_logprobs}; expected 0 to {self._target.vocab_size}")
+        self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
+        self._on_round = on_round
+        self._state = RowState.empty(num_slots, buffer, self._target.device)
+        self._slots: list[Slot | None] = [None] * num_slots
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._done: list[tuple[int, Completion]] = []
+        self._tickets = 0
+        self._last_round: RoundStats | None = None
+        self.stats = AcceptanceStats()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._done or any(self._slots))
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Decode all requests (an iterator of any length is read as slots become free); completions in order."""
+        completions: dict[int, Completion] = {}
+        source, tickets = iter(requests), []
+        exhausted = False
+        while not exhausted or self.has_work:
+            while not exhausted and len(self._queue) < len(self._slots):
+                request = next(source, None)
+                exhausted = request is None
+                if request is not None:
+                    tickets.append(self.submit(request))
+            completions.update(self.step())
+        return [completions[ticket] for ticket in tickets]
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its ticket comes back with its completion from `step`."""
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        try:
+            self._check_request(request)
+            self._queue.append((ticket, request))
+        except (ValueError, TypeError) as error:
+            failed = Completion(id=request.id, token_ids=[], finish_reason="error", error=str(error))
+            self._done.append((ticket, failed))
+        return ticket
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Refill slots, feed prompts a chunk, decode one round; what has finished since the last step."""
+        self._admit()
+        self._prefill()
+        if any(slot is not None and slot.decoding for slot in self._slots):
+            self._round()
+        done, self._done = self._done, []
+        return done
+
+    def _check_request(self, request: Request) -> None:
+        if len(request.prompt_ids) == 0:
+            raise ValueError("the prompt is empty; expected at least one token id")
+        check_ids("prompt_ids", request.prompt_ids, self._target.vocab_size)
+        request.params.check(self._target.vocab_size)
+        total = len(request.prompt_ids) + request.params.max_tokens
+        limit, name = min((self.capacity, "capacity"), (self._target.max_positions, "target's max positions"))
+        if total > limit:
+            raise ValueError(
+                f"prompt ({len(request.prompt_ids)}) + max_tokens ({request.params.max_tokens}) is {total} tokens; "
+                f"the {name} is {limit}: shorten the prompt, lower max_tokens, or raise the engine's capacity"
+            )
+
+    def _admit(self) -> None:
+        free = [row for row, slot in enumerate(self._slots) if slot is None]
+        taken = [(row, *self._queue.popleft()) for row in free[: len(self._queue)]]
+        if not taken:
+            return
+        rows = [row for row, _, _ in taken]
+        self._state.write_rows(rows, [request for _, _, request in taken], self._target.vocab_size)
+        for model in self._models():
+            model.cache.lengths_B[rows] = 0
+        for row, ticket, request in taken:
+            self._slots[row] = Slot(row=row, ticket=ticket, request=request, tokens=list(request.prompt_ids))
+
+    def _models(self) -> list[CachedModel]:
+        return [self._target] if self._draft is None else [self._target, self._draft]
+
+    def _prefill(self) -> None:
+        """Feed a chunk of each new prompt; rows whose target has seen all but the last token start decoding."""
+        new = [slot for slot in self._slots if slot is not None and not slot.decoding]
+        if not new:
+            return
+        feed(self._target, [f for slot in new if (f := slot.next_target_feed(self._chunk))])
+        drafting = self._draft is not None and (self._last_round is None or self._last_round.k > 0)
+        if drafting and self._draft is not None:
+            feed(self._draft, [f for slot in new if (f := slot.next_draft_feed(self._chunk))])
+        ready = [slot for slot in new if slot.target_len == slot.length - 1]
+        for slot in ready:
+            slot.decoding = True
+        if ready:
+            self._state.active_B[[slot.row for slot in ready]] = True
+
+    def _next_k(self) -> int:
+        k = self._k if isinstance(self._k, int) else self._k(self._last_round)
+        if not (isinstance(k, int) and 0 <= k <= self.k_max):
+            raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
+        return k
+
+    def _round(self) -> None:
+        k = self._next_k()
+        timer = PhaseTimer(self._target.device)
+        slots = [slot for slot in self._slots if slot is not None and slot.decoding]
+        state = self._state.head(slots[-1].row + 1)
+        features = features_of([slot.request.params for slot in slots])
+        live = max(slot.length for slot in slots) + k
+        if k > 0:
+            self._catch_up(slots)
+        proposal = propose(state, self._draft, k, features, live) if k > 0 and self._draft else no_proposal(state)
+        timer.mark("draft")
+        logits_BJV = score(state, self._target, proposal, live)
+        timer.mark("verify")
+        packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs)
+        self._roll_back_draft(state, proposal)
+        reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
+        for slot, report in zip(slots, reports, strict=True):
+            self._finish_round(slot, report, k)
+        self._record(reports, k, timer)
+
+    def _catch_up(self, slots: list[Slot]) -> None:
+        """Feed the draft what it missed in rounds without drafts (all but the last two tokens, which it is fed by
+        its first step anyway)."""
+        assert self._draft is not None
+        while feeds := [f for slot in slots if slot.draft_lag > 2 and (f := slot.next_draft_feed(self._chunk))]:
+            feed(self._draft, feeds)
+
+    def _roll_back_draft(self, state: RowState, proposal: Proposal) -> None:
+        """The draft has seen d1 .. d(k-1): keep those that were committed."""
+        if self._draft is not None:
+            lengths_B = self._draft.cache.lengths_B[: len(state.lengths_B)]
+            torch.minimum(lengths_B, (state.lengths_B - 1).clamp(min=0), out=lengths_B)
+
+    def _finish_round(self, slot: Slot, report: RowReport, k: int) -> None:
+        slot.commit(report, k)
+        if report.draft_bad and not slot.draft_bad:
+            slot.draft_bad = True
+            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
+        if slot.finish_reason is None:
+            return
+        self._done.append((slot.ticket, slot.completion()))
+        self._slots[slot.row] = None
+        if report.target_bad or slot.draft_bad:
+            for model in self._models():
+                model.cache.clear_rows([slot.row])
+
+    def _record(self, reports: list[RowReport], k: int, timer: PhaseTimer) -> None:
+        seconds = timer.finish()
+        self._last_round = RoundStats(
+            k=k,
+            rows=len(reports),
+            tokens=sum(r.committed for r in reports),
+            drafted=sum(r.drafted for r in reports),
+            reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
+            accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
+            draft_s=seconds["draft"] if k > 0 else 0.0,
+            verify_s=seconds["verify"],
+            total_s=seconds["total"],
+        )
+        self.stats = self.stats + self._last_round.acceptance
+        if self._on_round is not None:
+            self._on_round(self._last_round)
+
+
+def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """ValueError with both sizes when the models' output vocabularies (padding included) differ."""
+    sizes = [int(m.get_output_embeddings().weight.shape[0]) for m in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"vocabularies differ: target {sizes[0]} tokens, draft {sizes[1]}; acceptance compares probabilities token "
+            f"by token, so both need the same ids. Use a draft of the target's family, or one made from its layers"
+        )
+    if target.device != draft.device:
+        raise ValueError(f"target is on {target.device}, draft on {draft.device}; expected one device")
+
+
+def _check_settings(k: DraftLength, k_max: int | None, num_slots: int, capacity: int, prefill_chunk: int) -> int:
+    """The largest draft length; ValueError for a setting out of range."""
+    for name, value in (("num_slots", num_slots), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
+        if not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{name} is {value!r}; expected a whole number from 1 on")
+    if k_max is None:
+        if not isinstance(k, int):
+            raise ValueError("k is a callable, so k_max is needed: the largest draft length it may return")
+        k_max = k
+    if not (isinstance(k_max, int) and k_max >= 0) or (isinstance(k, int) and not 0 <= k <= k_max):
+        raise ValueError(f"k is {k!r} and k_max {k_max!r}; expected whole numbers with 0 <= k <= k_max")
+    return k_max

@@ -1,0 +1,126 @@
+"""A KV cache whose rows have lengths of their own and roll back in O(1).
+
+Per layer one preallocated pair of [B, H, C + 1, D] buffers and one lengths vector. A forward writes each row's new
+keys and values at that row's own offset; rolling a row back is making its length smaller. What lies behind the
+length is stale and unreadable, since position t attends to slots s <= t only (worked example: 7 tokens cached, 4
+drafts verified at slots 7..10, 1 accepted: the length becomes 8 and the next forward overwrites slots 8..10 before
+anything can read them). The last slot, C, takes the writes of padding and is never read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Where one forward of q tokens a row writes and what it may read.
+
+    positions_Bq: index in the sequence, which is also the cache slot (0 for padding); slots_Bq: where to write
+    (the trash slot for padding); rows: which rows of the cache, a slice where possible (a view) or int64 indices;
+    live: slots [0, live) are read. `visible` is cached per (window, repeat): it is the same for all layers.
+    """
+
+    positions_Bq: Tensor
+    slots_Bq: Tensor
+    rows: slice | Tensor
+    live: int
+    _visible: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def visible(self, window: int | None, repeat: int) -> Tensor:
+        """bool [B, 1, repeat * q, live]: slot s is seen from position t when t - window < s <= t."""
+        key = (window, repeat)
+        if key not in self._visible:
+            slots_S = torch.arange(self.live, device=self.positions_Bq.device)
+            position_Bq1 = self.positions_Bq.unsqueeze(-1)
+            seen_BqS = slots_S <= position_Bq1
+            if window is not None:
+                seen_BqS &= slots_S > position_Bq1 - window
+            self._visible[key] = seen_BqS.unsqueeze(1).repeat(1, 1, repeat, 1)
+        return self._visible[key]
+
+
+class RaggedCache:
+    """Keys and values of `num_rows` rows, `capacity` tokens each; speaks the part of transformers' cache interface
+    that a decoder's attention layers use when position ids are given (`update`).
+
+    layer_shapes: (num_kv_heads, head_dim) of each layer that owns a cache entry, by layer index.
+    """
+
+    is_compileable = True
+    is_sliding: Sequence[bool] = ()
+
+    def __init__(
+        self,
+        layer_shapes: dict[int, tuple[int, int]],
+        *,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        # Zeros, never empty memory: a masked slot still multiplies its value by 0, and 0 * NaN is NaN.
+        self.layers = {
+            index: tuple(torch.zeros(num_rows, heads, capacity + 1, dim, dtype=dtype, device=device) for _ in "kv")
+            for index, (heads, dim) in layer_shapes.items()
+        }
+        self.capacity = capacity
+        self.lengths_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._plan: Plan | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for pair in self.layers.values() for t in pair)
+
+    def plan(self, start_B: Tensor, num_new_B: Tensor, q: int, rows: slice | Tensor, live: int | None) -> Plan:
+        """Plan a forward of q columns: row b writes its first num_new_B[b] tokens from offset start_B[b] on.
+
+        start_B below the row's length is the rollback (and the rewrite). A negative position (a row shorter than
+        the window of tokens fed again) is padding, like the columns beyond num_new_B. Sets lengths to
+        start + num_new where num_new > 0. live: bound on the slots read, None for all.
+        """
+        column_q = torch.arange(q, device=start_B.device)
+        positions_Bq = start_B.unsqueeze(1) + column_q
+        real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0)
+        self.lengths_B[rows] = torch.where(num_new_B > 0, start_B + num_new_B, self.lengths_B[rows])
+        return Plan(
+            positions_Bq=positions_Bq.masked_fill(~real_Bq, 0),
+            slots_Bq=positions_Bq.masked_fill(~real_Bq, self.capacity),
+            rows=rows,
+            live=self.capacity if live is None else live,
+        )
+
+    def bind(self, plan: Plan) -> "RaggedCache":
+        """Use `plan` for the updates of the forward that follows."""
+        self._plan = plan
+        return self
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write [B, H, q, D] at the planned slots; return each row's live keys and values [B, H, live, D]."""
+        plan = self._plan
+        assert plan is not None, "update without a plan"
+        layer = self.layers[layer_idx]
+        for buffer, new in zip(layer, (keys, values), strict=True):
+            _scatter(buffer, plan, new)
+        return _live(layer[0], plan), _live(layer[1], plan)
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Zero rows whose contents may be NaN (a NaN behind the mask would still leak: 0 * NaN is NaN)."""
+        for pair in self.layers.values():
+            for buffer in pair:
+                buffer[list(rows)] = 0
+
+
+def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:
+    if isinstance(plan.rows, slice):
+        buffer_BHCD = buffer_BHCD[plan.rows]
+        rows_B1 = torch.arange(new_BHqD.shape[0], device=new_BHqD.device).unsqueeze(1)
+    else:
+        rows_B1 = plan.rows.unsqueeze(1)
+    buffer_BHCD[rows_B1, :, plan.slots_Bq] = new_BHqD.transpose(1, 2)
+
+
+def _live(buffer_BHCD: Tensor, plan: Plan) -> Tensor:
+    return buffer_BHCD[plan.rows, :, : plan.live]

@@ -1,0 +1,113 @@
+"""A Hugging Face decoder with the engine's cache and attention under it."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.attention import NAME
+from specdec.kvcache import Plan, RaggedCache
+
+# Two ways to compute one forward: rounding differs, a missing feature (a bias, a sink, another mask) shows.
+_SELF_CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class CachedModel:
+    """One model and its ragged cache for `num_rows` rows of `capacity` tokens.
+
+    Works on a private copy of the module tree that shares the weights: the caller's model and config, which hold
+    the choice of attention, stay as they are. Raises ValueError for an architecture whose attention or cache
+    cannot be replaced.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int) -> None:
+        self.config = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+        self.dtype, self.device = model.dtype, model.device
+        self.module = private_copy(model, NAME)
+        shapes = _probe_layers(self.module, self.device)
+        self._check_against_reference(model, shapes)
+        self.cache = RaggedCache(shapes, num_rows=num_rows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:
+        """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
+        return _forward(self.module, self.cache, tokens_Bq, plan, keep)
+
+    def _check_against_reference(self, model: PreTrainedModel, shapes: dict[int, tuple[int, int]]) -> None:
+        """Feed a few tokens both ways once; ValueError when the replaced attention computes something else."""
+        tokens_1q = torch.arange(2, 10, device=self.device).unsqueeze(0) % self.vocab_size
+        q = tokens_1q.shape[1]
+        cache = RaggedCache(shapes, num_rows=1, capacity=q, dtype=self.dtype, device=self.device)
+        zero_B = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            reference = private_copy(model, "eager")(input_ids=tokens_1q, use_cache=False).logits.double()
+            plan = cache.plan(zero_B, zero_B + q, q, slice(0, 1), None)
+            ours = _forward(self.module, cache, tokens_1q, plan, 0).double()
+        if not torch.isfinite(reference).all():
+            return  # NaN weights are reported by the request that meets them
+        error = float((ours - reference).norm() / reference.norm().clamp(min=1e-30))
+        if error > _SELF_CHECK_TOLERANCE.get(self.dtype, 0.15):
+            raise ValueError(
+                f"{type(model).__name__} is not supported: logits through the engine's attention differ from its "
+                f"own by {error:.2g} (relative); expected rounding only. Its attention has a feature that the "
+                f"engine does not compute"
+            )
+
+
+def _forward(module: nn.Module, cache: RaggedCache, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:
+    out = module(
+        input_ids=tokens_Bq,
+        position_ids=plan.positions_Bq,
+        past_key_values=cache.bind(plan),
+        use_cache=True,
+        logits_to_keep=keep,
+        ragged=plan,
+    )
+    return out.logits
+
+
+def private_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """The same weights under new modules and a new config with another attention; in evaluation mode."""
+    weights = list(model.parameters()) + list(model.buffers())
+    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in weights})
+    try:
+        clone.set_attn_implementation(attention)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{type(model).__name__} cannot take another attention function: {error}") from error
+    return clone.eval()
+
+
+class _ShapeProbe:
+    """Stands in for a cache for one forward and notes what each layer would store."""
+
+    is_sliding: tuple[bool, ...] = ()
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        if keys.shape != values.shape:
+            raise ValueError(f"layer {layer_idx}: keys {tuple(keys.shape)} and values {tuple(values.shape)} differ")
+        self.shapes[layer_idx] = (keys.shape[1], keys.shape[3])
+        return keys, values
+
+
+def _probe_layers(module: PreTrainedModel, device: torch.device) -> dict[int, tuple[int, int]]:
+    """(num_kv_heads, head_dim) by layer, read off a one-token forward."""
+    name = type(module).__name__
+    if module.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; expected a decoder-only model")
+    probe: Any = _ShapeProbe()
+    zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    plan = Plan(positions_Bq=zero_11, slots_Bq=zero_11, rows=slice(0, 1), live=1)
+    try:
+        with torch.inference_mode():
+            module(input_ids=zero_11, position_ids=zero_11, past_key_values=probe, use_cache=True, ragged=plan)
+    except (AttributeError, TypeError, AssertionError) as error:
+        raise ValueError(f"{name} is not supported: its layers do not take the engine's cache ({error})") from error
+    if not probe.shapes:
+        raise ValueError(f"{name} is not supported: no layer stored keys and values in the cache")
+    return probe.shapes

@@ -1,0 +1,69 @@
+"""Reading the one packed tensor that a round sends to the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from specdec.request import TokenLogprobs
+from specdec.round import REPORT_COLUMNS
+from specdec.stats import AcceptanceStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReport:
+    """What a round did to one row; `reached` and `accepted` count draft positions from the first on."""
+
+    committed: int
+    accepted: int
+    reached: int
+    drafted: int
+    stopped: bool
+    target_bad: bool
+    draft_bad: bool
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+
+    def acceptance(self, k: int) -> AcceptanceStats:
+        return AcceptanceStats(
+            rounds=1,
+            tokens=self.committed,
+            drafted=self.drafted,
+            reached=[int(self.reached > i) for i in range(k)],
+            accepted=[int(self.accepted > i) for i in range(k)],
+        )
+
+
+def read_report(packed: Tensor, rows: Sequence[int], k: int, top_logprobs: int) -> list[RowReport]:
+    """One RowReport for each of `rows` from the packed int64 [B, columns] tensor, already on the host."""
+    table = packed.numpy()[list(rows)]
+    head = len(REPORT_COLUMNS)
+    values = table[:, : head + k + 1].tolist()
+    return [
+        RowReport(
+            **dict(zip(REPORT_COLUMNS, row[:head], strict=True)),
+            token_ids=row[head : head + row[0]],
+            logprobs=_read_logprobs(line[head + k + 1 :], row[0], k + 1, top_logprobs) if top_logprobs else None,
+        )
+        for row, line in zip(values, table, strict=True)
+    ]
+
+
+def _read_logprobs(line: np.ndarray, committed: int, J: int, n: int) -> TokenLogprobs:
+    by_position = line.reshape(J, 2 + 2 * n)[:committed]
+    ids = by_position[:, 2 : 2 + n]
+    floats = np.concatenate([by_position[:, :2], by_position[:, 2 + n :]], 1).view(np.float64).astype(np.float32)
+    return TokenLogprobs(
+        token_logprob=floats[:, 0],
+        tail_mass=floats[:, 1],
+        top_ids=ids.astype(np.int32),
+        top_logprobs=floats[:, 2:],
+    )
+
+
+def join_logprobs(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
+    if not parts:
+        return None
+    names = ("token_logprob", "top_ids", "top_logprobs", "tail_mass")
+    return TokenLogprobs(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})

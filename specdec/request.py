@@ -1,0 +1,124 @@
+"""What a user asks for (Request, SamplingParams) and gets back (Completion)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specdec.stats import AcceptanceStats
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling law; every field is applied to the target and to the draft alike.
+
+    Order of processing: allowed / banned ids, stop ids while fewer than `min_tokens` are out, repetition penalty
+    (Keskar et al., CTRL, arXiv 1909.05858; prompt and output), frequency and presence penalty (output only),
+    temperature, min_p (arXiv 2407.01082), top_k (ties kept), top_p (Holtzman et al., arXiv 1904.09751).
+    `temperature=0` is greedy: the lowest index among the largest logits.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_ids: Sequence[int] | None = None
+    banned_ids: Sequence[int] = ()
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    seed: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def has_allowed_mask(self) -> bool:
+        return self.allowed_ids is not None or len(self.banned_ids) > 0
+
+    def check(self, vocab_size: int) -> None:
+        """ValueError naming the field, what was got and what is expected."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
+                raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
+        if self.top_p == 0.0 or self.repetition_penalty == 0.0:
+            raise ValueError("top_p and repetition_penalty must be above 0 (1.0 switches each off)")
+        for name in ("top_k", "max_tokens", "min_tokens", "seed"):
+            if int(getattr(self, name)) != getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a whole number")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        for name in ("allowed_ids", "banned_ids", "stop_ids"):
+            check_ids(name, getattr(self, name) or (), vocab_size)
+        self._check_some_token_is_possible(vocab_size)
+
+    def _check_some_token_is_possible(self, vocab_size: int) -> None:
+        allowed = set(range(vocab_size)) if self.allowed_ids is None else set(self.allowed_ids)
+        if self.has_allowed_mask and not allowed - set(self.banned_ids):
+            raise ValueError("allowed_ids without banned_ids is empty: no token could be sampled")
+        if self.min_tokens > 0 and not allowed - set(self.banned_ids) - set(self.stop_ids):
+            raise ValueError("min_tokens forbids the stop ids, and no other token is allowed")
+
+
+_RANGES = (
+    ("temperature", 0.0, 1e4),
+    ("top_k", 0, 2**31),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e4),
+    ("presence_penalty", -1e4, 1e4),
+    ("frequency_penalty", -1e4, 1e4),
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("seed", -(2**63), 2**63 - 1),
+)
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """ValueError for the first id that is not a whole number in [0, vocab_size)."""
+    for token in ids:
+        if not (isinstance(token, int) and 0 <= token < vocab_size):
+            raise ValueError(f"{name} holds {token!r}; expected whole numbers from 0 to {vocab_size - 1}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt (token ids, at least one) and how to continue it."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    id: str | int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """The target's raw law (before any processing) at each completion token, natural logarithms.
+
+    token_logprob float32 [T]; top_ids int32 [T, n] and top_logprobs float32 [T, n], largest first; tail_mass
+    float32 [T], the probability of all tokens outside the top n.
+    """
+
+    token_logprob: "np.ndarray"
+    top_ids: "np.ndarray"
+    top_logprobs: "np.ndarray"
+    tail_mass: "np.ndarray"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What became of a request. A stop id that ended it is the last of `token_ids`."""
+
+    id: str | int | None
+    token_ids: list[int]
+    finish_reason: str  # "stop" | "length" | "error"
+    error: str | None = None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    logprobs: TokenLogprobs | None = None

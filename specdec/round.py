@@ -1,0 +1,209 @@
+"""The inside of a round: draft k tokens, verify them in one forward, apply the rule, commit.
+
+Fixed-shape tensor code over the first B slots: no Python branch on a row's data and no host synchronisation between
+the first draft step and the one packed tensor that reports what happened, so that a CUDA graph can hold it.
+Shapes: B rows, K = k drafted positions, J = K + 1, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.model import CachedModel
+from specdec.rng import Purpose, uniforms
+from specdec.sampling import Features, constrain_logits, law_of, sample, verify_drafts, verify_drafts_greedy
+from specdec.state import RowState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A drafter's tokens; draft_probs_BKV is the law each was drawn from (None: one-hot); num_drafts_B of them
+    count in each row; bad_B marks rows whose draft logits were unusable (they drafted from a flat law)."""
+
+    drafts_BK: Tensor
+    draft_probs_BKV: Tensor | None
+    num_drafts_B: Tensor
+    bad_B: Tensor
+
+
+def no_proposal(state: RowState) -> Proposal:
+    """K = 0: plain autoregressive decoding through the same machinery."""
+    zero_B = torch.zeros_like(state.lengths_B)
+    return Proposal(
+        drafts_BK=zero_B.unsqueeze(1)[:, :0], draft_probs_BKV=None, num_drafts_B=zero_B, bad_B=zero_B.bool()
+    )
+
+
+def propose(state: RowState, draft: CachedModel, k: int, features: Features, live: int | None) -> Proposal:
+    """Draw k tokens a row from the draft model, which has seen all but the last one or two committed tokens.
+
+    The first step always feeds the last two committed tokens: after a fully accepted round the draft has seen
+    neither, else the first one rewrites keys and values that are already right; so the shape never changes.
+    A row drafts no more than it may still commit besides the token every round adds, and nothing at positions the
+    draft was not built for.
+    """
+    assert k > 0
+    lengths_B = state.lengths_B
+    positions_BK = lengths_B.unsqueeze(1) + torch.arange(k, device=lengths_B.device)
+    uniform_BK = uniforms(state.seeds_B, positions_BK, Purpose.DRAFT)
+    counts_BV = state.law.counts_BV.clone() if features.penalties and state.law.counts_BV is not None else None
+    tokens_Bq, start_B = _last_tokens(state, 2), lengths_B - 2
+    drafts, laws, bad = [], [], []
+    for i in range(k):
+        q = tokens_Bq.shape[1]
+        plan = draft.cache.plan(start_B, state.active_B * q, q, slice(0, len(lengths_B)), live)
+        logits_B1V = draft.forward(tokens_Bq, plan, keep=1)
+        counts_B1V = None if counts_BV is None else counts_BV.unsqueeze(1)
+        drawn_B, law_BV, bad_B1 = _draw(
+            logits_B1V, state, positions_BK[:, i : i + 1], counts_B1V, features, uniform_BK[:, i]
+        )
+        drafts.append(drawn_B)
+        laws.append(law_BV)
+        bad.append(bad_B1)
+        if counts_BV is not None:
+            counts_BV.scatter_add_(1, drawn_B.unsqueeze(1), torch.ones_like(drawn_B, dtype=torch.int32).unsqueeze(1))
+        tokens_Bq, start_B = drawn_B.unsqueeze(1), lengths_B + i
+    room_B = torch.minimum(state.limit_B - lengths_B - 1, draft.max_positions - lengths_B)
+    return Proposal(
+        drafts_BK=torch.stack(drafts, 1),
+        draft_probs_BKV=None if features.all_greedy else torch.stack(laws, 1),
+        num_drafts_B=room_B.clamp(0, k),
+        bad_B=torch.cat(bad, 1).any(1),
+    )
+
+
+def _draw(
+    logits_B1V: Tensor,
+    state: RowState,
+    positions_B1: Tensor,
+    counts_B1V: Tensor | None,
+    features: Features,
+    uniform_B: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One draft token a row: (token_B, the law it was drawn from [B, V], bad_B1)."""
+    constrained_B1V, bad_B1 = constrain_logits(logits_B1V, state.law, positions_B1, counts_B1V, features)
+    if features.all_greedy:
+        return constrained_B1V.argmax(-1).squeeze(1), constrained_B1V.squeeze(1), bad_B1
+    law_BV = law_of(constrained_B1V, state.law, features).squeeze(1)
+    return sample(law_BV, uniform_B), law_BV, bad_B1
+
+
+def _last_tokens(state: RowState, count: int) -> Tensor:
+    """The last `count` committed tokens [B, count]; a shorter row repeats its first one (planned as padding)."""
+    back = torch.arange(-count, 0, device=state.lengths_B.device)
+    return state.tokens_BT.gather(1, (state.lengths_B.unsqueeze(1) + back).clamp(min=0))
+
+
+def score(state: RowState, target: CachedModel, proposal: Proposal, live: int | None) -> Tensor:
+    """The target's logits [B, J, V] for [pending, d1 .. dK], in one forward."""
+    J = proposal.drafts_BK.shape[1] + 1
+    lengths_B = state.lengths_B
+    tokens_BJ = torch.cat([_last_tokens(state, 1), proposal.drafts_BK], 1)
+    plan = target.cache.plan(lengths_B - 1, state.active_B * J, J, slice(0, len(lengths_B)), live)
+    return target.forward(tokens_BJ, plan, keep=J)
+
+
+def decide(
+    state: RowState,
+    target: CachedModel,
+    proposal: Proposal,
+    logits_BJV: Tensor,
+    features: Features,
+    top_logprobs: int = 0,
+) -> Tensor:
+    """Apply the rule, commit, roll the target's cache back; the packed report, int64 [B, columns]."""
+    J = logits_BJV.shape[1]
+    positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
+    counts_BJV = _counts_with_drafts(state, proposal.drafts_BK) if features.penalties else None
+    constrained_BJV, bad_BJ = constrain_logits(logits_BJV, state.law, positions_BJ, counts_BJV, features)
+    accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features)
+    out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
+    report = _commit(state, target, proposal, out_BJ, accepted_B, bad_BJ)
+    if not top_logprobs:
+        return report
+    return torch.cat([report, _raw_logprobs(logits_BJV, out_BJ, top_logprobs)], 1)
+
+
+def _apply_rule(
+    state: RowState, proposal: Proposal, constrained_BJV: Tensor, positions_BJ: Tensor, features: Features
+) -> tuple[Tensor, Tensor]:
+    if features.all_greedy:
+        return verify_drafts_greedy(proposal.drafts_BK, constrained_BJV.argmax(-1), proposal.num_drafts_B)
+    return verify_drafts(
+        proposal.drafts_BK,
+        proposal.draft_probs_BKV,
+        law_of(constrained_BJV, state.law, features),
+        proposal.num_drafts_B,
+        uniforms(state.seeds_B, positions_BJ[:, :-1], Purpose.ACCEPT),
+        uniforms(state.seeds_B, positions_BJ, Purpose.TARGET),
+    )
+
+
+def _counts_with_drafts(state: RowState, drafts_BK: Tensor) -> Tensor:
+    """Output counts before each verified position [B, J, V]: position j has seen d1 .. dj of this round too."""
+    assert state.law.counts_BV is not None
+    B, K = drafts_BK.shape
+    added_BJV = torch.zeros(B, K + 1, state.law.counts_BV.shape[1], dtype=torch.int32, device=drafts_BK.device)
+    added_BJV[:, 1:].scatter_(2, drafts_BK.unsqueeze(2), 1)
+    return state.law.counts_BV.unsqueeze(1) + added_BJV.cumsum(1, dtype=torch.int32)
+
+
+def _committed_tokens(drafts_BK: Tensor, accepted_B: Tensor, next_B: Tensor) -> Tensor:
+    """Accepted drafts, then the added token, in place; what follows is filler [B, J]."""
+    out_BJ = torch.cat([drafts_BK, next_B.unsqueeze(1)], 1)
+    return out_BJ.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
+
+
+# Columns of the packed int64 report before the J committed tokens.
+REPORT_COLUMNS = ("committed", "accepted", "reached", "drafted", "stopped", "target_bad", "draft_bad")
+
+
+def _commit(
+    state: RowState, target: CachedModel, proposal: Proposal, out_BJ: Tensor, accepted_B: Tensor, bad_BJ: Tensor
+) -> Tensor:
+    """Append what was accepted, ending a row at its first stop id, and roll the target's cache back to it."""
+    J = out_BJ.shape[1]
+    column_J = torch.arange(J, device=out_BJ.device)
+    target_bad_B = (bad_BJ & (column_J <= accepted_B.unsqueeze(1))).any(1)
+    is_stop_BJ = (out_BJ.unsqueeze(2) == state.law.stop_BS.unsqueeze(1)).any(2)
+    stop_at_B = torch.where(is_stop_BJ, column_J, J).amin(1)
+    stopped_B = stop_at_B <= accepted_B
+    committed_B = torch.minimum(accepted_B, stop_at_B) + 1
+    committed_B = committed_B * (state.active_B & ~target_bad_B)
+    real_BJ = column_J < committed_B.unsqueeze(1)
+    trash = state.tokens_BT.shape[1] - 1
+    slots_BJ = torch.where(real_BJ, state.lengths_B.unsqueeze(1) + column_J, trash)
+    state.tokens_BT.scatter_(1, slots_BJ, out_BJ)
+    if state.law.counts_BV is not None:
+        state.law.counts_BV.scatter_add_(1, out_BJ, real_BJ.to(torch.int32))
+    state.lengths_B += committed_B
+    B = len(committed_B)
+    target.cache.lengths_B[:B] -= torch.where(state.active_B, J - committed_B, 0)
+    reached_B = torch.minimum(proposal.num_drafts_B, torch.minimum(accepted_B, stop_at_B) + 1)
+    columns = (
+        committed_B,
+        torch.minimum(accepted_B, reached_B),
+        reached_B,
+        proposal.num_drafts_B,
+        stopped_B,
+        target_bad_B,
+        proposal.bad_B,
+    )
+    state.active_B &= ~(stopped_B | target_bad_B | (state.lengths_B >= state.limit_B))
+    return torch.cat([torch.stack([c.long() for c in columns], 1), out_BJ], 1)
+
+
+def _raw_logprobs(logits_BJV: Tensor, out_BJ: Tensor, n: int) -> Tensor:
+    """Target's raw law at each position as int64 bits of float64, plus ids: [B, J * (2 + 2n)].
+
+    Per position: logprob of the committed token, probability outside the top n, n ids, n logprobs.
+    """
+    logits_BJV = logits_BJV.double()
+    top_BJn, ids_BJn = logits_BJV.topk(n, dim=-1)
+    norm_BJ1 = logits_BJV.logsumexp(-1, keepdim=True)
+    token_BJ1 = logits_BJV.gather(-1, out_BJ.unsqueeze(-1)) - norm_BJ1
+    top_BJn = top_BJn - norm_BJ1
+    tail_BJ1 = (1.0 - top_BJn.exp().sum(-1, keepdim=True)).clamp(min=0.0)
+    values = torch.cat([token_BJ1, tail_BJ1, top_BJn], -1).view(torch.int64)
+    return torch.cat([values[..., :2], ids_BJn, values[..., 2:]], -1).flatten(1)

@@ -1,0 +1,77 @@
+"""Counts of what was drafted and accepted, and the derived rates.
+
+A draft position counts as *reached* in a round when every earlier position was accepted and no stop id lies
+before it; acceptance by position is conditional on that. (Dividing by all drafts instead mixes the rate with the
+rates before it, and under a changing k with the choice of k.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+
+def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]
+
+
+@dataclass
+class AcceptanceStats:
+    """Totals over `rounds` row-rounds (one row in one round). Index i of the lists is draft position i + 1."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
+        return AcceptanceStats(
+            rounds=self.rounds + other.rounds,
+            tokens=self.tokens + other.tokens,
+            drafted=self.drafted + other.drafted,
+            reached=_added(self.reached, other.reached),
+            accepted=_added(self.accepted, other.accepted),
+        )
+
+    @property
+    def alpha(self) -> float:
+        """Accepted over reached, all positions; nan when nothing was drafted."""
+        return sum(self.accepted) / sum(self.reached) if sum(self.reached) else float("nan")
+
+    @property
+    def alpha_by_position(self) -> list[float]:
+        return [a / r if r else float("nan") for a, r in zip(self.accepted, self.reached, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean over row-rounds (not over requests) of the tokens committed in a round; nan before the first."""
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundStats:
+    """One round over `rows` active rows; times in seconds, `overhead_s` is what is neither draft nor verify."""
+
+    k: int
+    rows: int
+    tokens: int
+    drafted: int
+    reached: tuple[int, ...]
+    accepted: tuple[int, ...]
+    draft_s: float
+    verify_s: float
+    total_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        return self.total_s - self.draft_s - self.verify_s
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        return AcceptanceStats(
+            rounds=self.rows,
+            tokens=self.tokens,
+            drafted=self.drafted,
+            reached=list(self.reached),
+            accepted=list(self.accepted),
+        )
