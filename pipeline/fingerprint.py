@@ -1,0 +1,49 @@
+"""What a stage's result is a function of, and how two of these differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline import config as configs
+from pipeline import sources
+from pipeline.config import Config
+
+
+def fingerprint(name: str, version: int, sections: tuple[str, ...], config: Config, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Plain data: stage, code version, config sections, content hashes of input stages, state of the prompt sources."""
+    prompts = {
+        f"{section}.{source.name}": sources.state(source.source)
+        for section in sections
+        for source in getattr(getattr(config, section), "prompts", ())
+    }
+    return {
+        "stage": name,
+        "version": version,
+        "config": configs.section_values(config, sections),
+        "inputs": dict(inputs),
+        "prompts": prompts,
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line a changed value, such as "config.traces.batch: 8 -> 4"."""
+    before, after = dict(_flat("", old)), dict(_flat("", new))
+    return [
+        f"{key}: {before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, list) and any(isinstance(element, Mapping) for element in value):
+        children = enumerate(value)
+    elif path:
+        yield path, json.dumps(value)
+    for key, child in children:
+        yield from _flat(f"{path}.{key}" if path else str(key), child)
