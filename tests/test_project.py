@@ -1,0 +1,202 @@
+"""Rules of the code base, held by reading it: who imports whom, how long things are, what pip installs, stray words."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED_IMPORTS = {
+    "pipeline": (),
+    "specdec": (),
+    "data": ("pipeline", "specdec"),
+    "bench": ("pipeline", "specdec", "data.common"),
+}
+MODULE_LINES, FUNCTION_LINES = 320, 70
+FUNCTION_LINES_90_PERCENT, FUNCTION_LINES_MEDIAN = 35, 12
+
+# Joined from parts, so that this file holds none of them.
+HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"), ("debian", "org"))]
+CPU_INDEX = "https://download.pytorch" + ".org/whl/cpu"
+LEFTOVERS = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X"))
+MACHINE_PATH = re.compile(r"(?<![\w.}~-])/(?:home|Users|root|work|mnt|tmp/build)/\w")
+
+
+def tracked_files() -> list[Path]:
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file()]
+
+
+def python_files(*, tests: bool = False) -> list[Path]:
+    found = [path for path in tracked_files() if path.suffix == ".py"]
+    return [path for path in found if tests or path.relative_to(ROOT).parts[0] != "tests"]
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of each function, decorators left out."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def imported_modules(source: str, package: str) -> set[str]:
+    """Every module that `source` (a module directly in `package`) may import; `from data import common` is data.common."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, [package if node.level else "", node.module or ""]))
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def forbidden_imports(source: str, package: str) -> set[str]:
+    """The modules of ours that `source` imports although its package may not."""
+    allowed = (package, *ALLOWED_IMPORTS[package])
+    ours = {name for name in imported_modules(source, package) if name.split(".")[0] in ALLOWED_IMPORTS}
+    return {name for name in ours if not any(name == ok or name.startswith(f"{ok}.") for ok in allowed)}
+
+
+@pytest.mark.parametrize(
+    "package, source, expected",
+    [
+        ("specdec", "from specdec.rng import uniforms\nfrom . import stats\nimport torch", set()),
+        ("specdec", "def f():\n    import pipeline.config", {"pipeline.config"}),
+        ("pipeline", "from specdec import Engine", {"specdec.Engine"}),
+        ("bench", "from data.common import read\nfrom data import common\nfrom pipeline import stage", set()),
+        ("bench", "from data import gen_traces", {"data.gen_traces"}),
+        ("data", "from bench.results import read", {"bench.results.read"}),
+    ],
+)
+def test_import_rule_sees_every_form_of_import(package: str, source: str, expected: set[str]) -> None:
+    assert forbidden_imports(source, package) == expected
+
+
+def test_import_directions() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_files()
+        if (package := path.relative_to(ROOT).parts[0]) in ALLOWED_IMPORTS
+        for name in sorted(forbidden_imports(path.read_text(encoding="utf-8"), package))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_modules_and_functions_stay_short() -> None:
+    long_modules = {
+        str(path.relative_to(ROOT)): lines
+        for path in python_files()
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > MODULE_LINES
+    }
+    lengths = dict(pair for path in python_files() for pair in functions(path))
+    long_functions = {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES}
+    assert not long_modules
+    assert not long_functions
+    assert statistics.median(lengths.values()) <= FUNCTION_LINES_MEDIAN
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= FUNCTION_LINES_90_PERCENT
+
+
+def stray_words(text: str) -> list[str]:
+    """Lines that name a machine's folders or a package index's host, or were left for later."""
+    text = text.replace(CPU_INDEX, "")
+    patterns = (MACHINE_PATH, re.compile("|".join(map(re.escape, HOSTS))), re.compile(rf"\b(?:{LEFTOVERS})\b"))
+    hosts = re.compile(r"https?://download\.pytorch")
+    return [line for line in text.splitlines() if any(p.search(line) for p in (*patterns, hosts))]
+
+
+def test_stray_words_are_seen() -> None:
+    for line in ("see /ho" + "me/me/x", "pip -i https://" + HOSTS[0], "# TO" + "DO: later", "(/wo" + "rk/main)"):
+        assert stray_words(line) == [line]
+    assert stray_words(f"index {CPU_INDEX}\n${{HOME}}/x\nbench/work/home") == []
+
+
+def test_no_stray_words_in_tracked_files() -> None:
+    problems = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if path.name != "Makefile":
+            text = text.replace(CPU_INDEX, "https://download.pytorch" + "/")
+        problems += [f"{path.relative_to(ROOT)}: {line.strip()[:100]}" for line in stray_words(text)]
+    assert not problems, "\n".join(problems)
+
+
+def pip_dry_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What pip would install for a checkout: name -> requirements. Offline, so a hard dependency fails or shows."""
+    monkeypatch.setenv("PIP_NO_INPUT", "1")
+    report = tmp_path / "report.json"
+    # --ignore-installed: a dependency that is already here would not show otherwise.
+    options = ["--dry-run", "--ignore-installed", "--no-index", "--no-build-isolation", "--report", str(report)]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *options, str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    install = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return {item["metadata"]["name"]: item["metadata"].get("requires_dist", []) for item in install}
+
+
+def copy_of_package(tmp_path: Path) -> Path:
+    """The tracked files that packaging reads, so that pip's build leaves nothing in the checkout."""
+    copy = tmp_path / "checkout"
+    for path in tracked_files():
+        relative = path.relative_to(ROOT)
+        if relative.parts[0] == "specdec" or relative.name in ("pyproject.toml", "README.md", "LICENSE"):
+            (copy / relative).parent.mkdir(parents=True, exist_ok=True)
+            (copy / relative).write_bytes(path.read_bytes())
+    return copy
+
+
+def test_pip_installs_specdec_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hard dependency on torch would make pip resolve torch again in a shared environment, and break others there."""
+    installed = pip_dry_run(copy_of_package(tmp_path), tmp_path, monkeypatch)
+    assert list(installed) == ["specdec"]
+    hard = [requirement for requirement in installed["specdec"] if "extra ==" not in requirement]
+    assert hard == []
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import specdec
+try:
+    specdec.Engine
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_specdec_imports_without_torch_and_says_what_to_install() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "specdec[engine]" in result.stdout
+
+
+def test_make_help_lists_the_targets() -> None:
+    result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("demo", "test", "test-all", "all", "lint", "clean"):
+        assert re.search(rf"^  make {target} +\w", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_requirement_files_pin_every_version() -> None:
+    for path in sorted(ROOT.glob("requirements*.txt")):
+        lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        loose = [line for line in lines if line and not line.startswith("-r ") and "==" not in line]
+        assert not loose, f"{path.name}: {loose}"
