@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pipeline import files, ledger, manifest
 
@@ -15,7 +16,9 @@ def root() -> Path | None:
     if not text:
         return None
     if not Path(text).is_dir():
-        raise ValueError(f"SPEC_ARCHIVE_ROOT: got {text}, expected a folder that exists; create it or unset the variable")
+        raise ValueError(
+            f"SPEC_ARCHIVE_ROOT: got {text}, expected a folder that exists; create it or unset the variable"
+        )
     return Path(text)
 
 
@@ -28,7 +31,7 @@ def holds(folder: Path, archived: Path) -> bool:
 def copy_finished(source: Path, target: Path) -> None:
     """Copy a finished stage folder so that `target` is whole or absent; an older `target` is moved aside.
 
-    Only what the manifest lists is copied, then done.json. ValueError when a copied file's hash differs from the manifest.
+    Only what the manifest lists is copied, then done.json. ValueError when a file's hash is not the manifest's.
     """
     content = manifest.read(source)
     assert content is not None, f"{source} is not finished"
@@ -46,7 +49,7 @@ def copy_finished(source: Path, target: Path) -> None:
         raise
 
 
-def _copy(source: Path, tmp: Path, content: dict) -> None:  # type: ignore[type-arg]
+def _copy(source: Path, tmp: Path, content: dict[str, Any]) -> None:
     records = manifest.file_records(content)
     names = [record.name for record in records] + [ledger.NAME, manifest.DONE]
     for name in names:

@@ -71,7 +71,9 @@ class StageContext:
     def check_stop(self) -> None:
         """Raise StageStopped, which drops the unit at hand, when SIGTERM or USR1 was seen."""
         if self.stopping:
-            raise StageStopped(f"stopped; {len(self.shards)} finished files kept in {self.folder}: run again to continue")
+            raise StageStopped(
+                f"stopped; {len(self.shards)} finished files kept in {self.folder}: run again to continue"
+            )
 
     def input(self, stage: str) -> Path:
         """The finished folder of a stage named in Stage.inputs."""

@@ -46,7 +46,7 @@ def fsync_path(path: Path) -> None:
 
 
 def publish(tmp: Path, final: Path) -> None:
-    """Give a finished temporary file (or folder of files) its final name, so that a crash leaves all of it or nothing."""
+    """Give a finished temporary file (or folder) its final name; a crash leaves all of it or nothing."""
     if tmp.is_dir():
         for path in sorted(tmp.rglob("*")):
             fsync_path(path)

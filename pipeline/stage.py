@@ -39,7 +39,17 @@ from pipeline.config import Config, load_config, section_values
 from pipeline.context import StageContext, StageStopped, StopSignals, say
 from pipeline.files import BusyError
 
-__all__ = ["BusyError", "DiskError", "Stage", "StageContext", "StageStopped", "StaleError", "data_root", "run_stage", "stage_main"]
+__all__ = [
+    "BusyError",
+    "DiskError",
+    "Stage",
+    "StageContext",
+    "StageStopped",
+    "StaleError",
+    "data_root",
+    "run_stage",
+    "stage_main",
+]
 EXIT_DONE, EXIT_USER, EXIT_STALE, EXIT_BUSY, EXIT_DISK, EXIT_STOPPED = 0, 2, 3, 4, 74, 75
 
 Body = Callable[[StageContext], Mapping[str, Any]]
@@ -110,9 +120,13 @@ def stage_main(stage: Stage, body: Body, argv: Sequence[str] | None = None) -> i
     0 done; 2 something the user must put right; 3 made from other settings (see --force); 4 run by another process;
     74 disk full; 75 stopped by SIGTERM or USR1, start again to continue. An error in the code is 1, with its traceback.
     """
-    parser = argparse.ArgumentParser(prog=stage.name, description=(sys.modules[body.__module__].__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog=stage.name, description=(sys.modules[body.__module__].__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--config", default="configs/demo.yaml", help="the experiment (default: %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as traces.batch=4")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as traces.batch=4"
+    )
     parser.add_argument("--force", action="store_true", help="move an existing folder aside and start over")
     parser.add_argument("--verify", action="store_true", help="hash every file of a finished stage again")
     arguments = parser.parse_args(argv)
@@ -162,7 +176,9 @@ def _finished_input(config: Config, name: str) -> tuple[Path, dict[str, Any]]:
     made_from = content["fingerprint"]["config"]
     changes = fingerprint.differences({"config": made_from}, {"config": section_values(config, made_from)})
     if changes:
-        raise StaleError(f"input {name} in {folder} was made from other settings; run that stage again\n{_listed(changes)}")
+        raise StaleError(
+            f"input {name} in {folder} was made from other settings; run that stage again\n{_listed(changes)}"
+        )
     return folder, content
 
 
@@ -207,7 +223,7 @@ def _copy_to_archive(config: Config, name: str, folder: Path) -> None:
 
 
 def _take_over(config: Config, stage: Stage, folder: Path, wanted: dict[str, Any], force: bool) -> None:
-    """Under the lock: with `force` put an old folder aside; else fetch a finished one from the archive if there is none."""
+    """Under the lock: with `force` put an old folder aside; else fetch a finished one if only the archive has it."""
     if force:
         if folder.exists():
             say(stage.name, f"moved the old folder to {files_module.move_aside(folder)}")
@@ -226,7 +242,9 @@ def _run_body(
 ) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < stage.free_bytes:
-        raise DiskError(f"{free >> 20} MiB free under {folder.parent}, {stage.name} needs {stage.free_bytes >> 20} MiB to start")
+        raise DiskError(
+            f"{free >> 20} MiB free under {folder.parent}, {stage.name} needs {stage.free_bytes >> 20} MiB to start"
+        )
     units = _open_ledger(stage, folder, wanted)
     began = time.monotonic()
     with StopSignals(stage.name) as signals:
@@ -272,5 +290,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         if not files_module.is_disk_full(error):
             raise
         raise DiskError(
-            f"the disk is full while writing for {folder} ({error}); finished units are kept: free some space and run again"
+            f"the disk is full while writing for {folder} ({error}); "
+            "finished units are kept: free some space and run again"
         ) from error
