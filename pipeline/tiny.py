@@ -11,7 +11,8 @@ from pipeline.schema import nearest
 MAKER = 1  # raise when the folder would come out differently
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 LAYERS = 4
-SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unused|>")
+# transformers' Qwen2 tokenizer adds <|endoftext|> when it is not there, past the end of the vocabulary
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -59,7 +60,7 @@ def tiny_config(family: str, tokenizer: Any) -> Any:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=4096,
-        initializer_range=0.1,
+        initializer_range=0.2,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
