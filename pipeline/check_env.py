@@ -22,7 +22,7 @@ from pipeline import archive, check_models, stage
 from pipeline.config import Config, expand_env, load_config
 from pipeline.findings import Finding, error, exit_code, note, ok, package_version, table, warning
 
-SHARED_FILE_SYSTEMS = tuple("nfs lustre gpfs ceph beegfs fuse cifs smb afs 9p virtiofs wekafs".split())
+SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "fuse", "cifs", "smb", "afs", "9p", "wekafs")
 GIB = 1024**3
 LEAST_FREE_GIB = 1.0
 GOOD_FREE_GIB = 20.0
@@ -100,9 +100,7 @@ def check_data_root() -> Finding:
         return warning(item, f"{found}, shared", cost)
     found = f"{found}, node-local" if kind else found
     if free < GOOD_FREE_GIB:
-        cost = (
-            f"enough for the demo; a larger pair's traces and weights take {GOOD_FREE_GIB:.0f} GiB and more"
-        )
+        cost = f"enough for the demo; a larger pair's traces and weights take {GOOD_FREE_GIB:.0f} GiB and more"
         return warning(item, found, cost)
     return ok(item, found)
 

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import warnings
 from pathlib import Path
 from typing import Any
 
-from pipeline import models
+from pipeline import drafts, models, weights
 from pipeline.config import DraftConfig, ModelsConfig
-from pipeline.findings import Finding, error, note, ok, warning
+from pipeline.findings import Finding, error, note, ok, package_version, warning
+
+NO_STAGE = "no stage that runs a model can run"
 
 
 def check_pair(config: ModelsConfig) -> list[Finding]:
     """One finding for the target, one for the draft."""
+    if package_version("transformers") is None:
+        return [error("target", f"{config.target}: not looked at without transformers", NO_STAGE)]
     target = describe("target", config.target)
+    if target.level == "error":
+        return [target]
     if config.draft.model is None:
         return [target, check_kept_layers(config.target, config.draft)]
     draft = describe("draft", config.draft.model)
-    return [target, draft if draft.level != "ok" else compare(config.target, config.draft.model, draft.found)]
+    both_here = target.level == draft.level == "ok"
+    return [target, compare(config.target, config.draft.model, draft.found) if both_here else draft]
 
 
 def describe(role: str, name: str) -> Finding:
-    """Whether the model is on this machine, and what it is."""
+    """Whether the model is on this machine, whole, and what it is."""
     try:
         folder = models.find(name)
-    except ValueError as problem:
-        return error(role, str(problem), "no stage that runs a model can run")
-    if folder is None:
-        return note(role, f"{name}, not on this machine yet", "downloaded or made by the first stage that loads it")
-    settings = read_settings(folder)
-    if settings is None:
-        return error(role, f"{name}: no config.json in {folder}", "no stage that runs a model can run")
-    sizes = f"{settings.get('num_hidden_layers')} layers, vocabulary {settings.get('vocab_size')}"
-    return ok(role, f"{name}: {settings.get('model_type')}, {sizes}")
+        if folder is None:
+            return note(role, f"{name}, not on this machine yet", "fetched or made by the first stage that loads it")
+        weights.check_folder(folder)
+        settings = text_config(folder)
+    except (ValueError, OSError) as problem:
+        return error(role, str(problem), NO_STAGE)
+    sizes = f"{settings.num_hidden_layers} layers, vocabulary {settings.vocab_size}"
+    return ok(role, f"{name}: {settings.model_type}, {sizes}")
 
 
 def check_kept_layers(target: str, draft: DraftConfig) -> Finding:
@@ -41,54 +46,35 @@ def check_kept_layers(target: str, draft: DraftConfig) -> Finding:
     kept = draft.keep_layers
     assert kept is not None
     layers = tuple(range(kept)) if isinstance(kept, int) else kept
-    settings = _settings_of(target)
+    folder = models.find(target)
     found = f"the target's layers {', '.join(map(str, layers))}"
-    if settings is not None and max(layers) >= settings["num_hidden_layers"]:
-        problem = f"{found}, but it has {settings['num_hidden_layers']} layers, counted from 0"
-        return error("draft", problem, "the draft cannot be made: mend models.draft.keep_layers")
+    if folder is not None and max(layers) >= (count := text_config(folder).num_hidden_layers):
+        found = f"{found}, but it has the layers 0 to {count - 1}"
+        return error("draft", found, "the draft cannot be made: correct models.draft.keep_layers")
     return ok("draft", f"{found}; same vocabulary and tokenizer")
 
 
 def compare(target: str, draft: str, found: str) -> Finding:
-    """Vocabulary sizes and tokenizers of two models; the draft's finding."""
-    ours, theirs = _settings_of(target), _settings_of(draft)
-    if ours is None or theirs is None:
-        return note("draft", found, "not compared with the target, which is not on this machine yet")
-    if ours["vocab_size"] != theirs["vocab_size"]:
-        sizes = f"vocabulary {theirs['vocab_size']}, the target's {ours['vocab_size']}"
-        return error("draft", f"{draft}: {sizes}", "the engine needs one vocabulary: take a draft of the target's family")
-    ids = read_token_ids(models.find(target)), read_token_ids(models.find(draft))
-    if None in ids:
-        return note("draft", found, "tokenizers not compared: no tokenizer.json in one of the two folders")
-    if ids[0] != ids[1]:
-        cost = "output stays exact, but the draft reads other text than the target wrote: few tokens are accepted"
-        return warning("draft", f"{found}; its tokenizer differs from the target's", cost)
+    """Vocabulary sizes and tokenizers of two models that are here, by the rule that loading the draft holds to."""
+    from transformers import AutoTokenizer
+
+    folders = [models.find(target), models.find(draft)]
+    assert None not in folders
+    configs = [text_config(folder) for folder in folders if folder]
+    try:
+        tokenizers = [AutoTokenizer.from_pretrained(folder, local_files_only=True) for folder in folders]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            drafts.check_pair(*configs, *tokenizers)
+    except (ValueError, OSError) as problem:
+        return error("draft", str(problem), "the draft cannot be loaded")
+    if caught:
+        return warning("draft", found, str(caught[0].message))
     return ok("draft", f"{found}; same vocabulary and tokenizer")
 
 
-def read_settings(folder: Path) -> Mapping[str, Any] | None:
-    """The language model's part of config.json; None without a readable one."""
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return settings.get("text_config", settings)
+def text_config(folder: Path) -> Any:
+    """The language model's settings. ValueError or OSError when transformers does not know them."""
+    from transformers import AutoConfig
 
-
-def read_token_ids(folder: Path | None) -> dict[str, int] | None:
-    """Token -> id of tokenizer.json, added tokens included; None without a readable one."""
-    if folder is None:
-        return None
-    try:
-        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    vocabulary = tokenizer["model"].get("vocab", {})
-    if isinstance(vocabulary, list):  # unigram models list [token, score] in the order of ids
-        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}}
-
-
-def _settings_of(name: str) -> Mapping[str, Any] | None:
-    folder = models.find(name)
-    return read_settings(folder) if folder is not None else None
+    return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()

@@ -4,4 +4,4 @@
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-exec "$SPEC_PYTHON" -m pipeline.check_env "$@"
+exec "$SPEC_PYTHON" -P -m pipeline.check_env "$@"

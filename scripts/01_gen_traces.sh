@@ -3,4 +3,4 @@
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-exec "$SPEC_PYTHON" -m data.gen_traces "$@"
+exec "$SPEC_PYTHON" -P -m data.gen_traces "$@"

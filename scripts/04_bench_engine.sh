@@ -3,4 +3,4 @@
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-exec "$SPEC_PYTHON" -m bench.bench_engine "$@"
+exec "$SPEC_PYTHON" -P -m bench.bench_engine "$@"

@@ -52,7 +52,7 @@ run_stage() {
 }
 
 report() {
-    "$SPEC_PYTHON" -m bench.report --config "$config" && "$SPEC_PYTHON" -m bench.gates --config "$config"
+    "$SPEC_PYTHON" -P -m bench.report --config "$config" && "$SPEC_PYTHON" -P -m bench.gates --config "$config"
 }
 
 # A number is enough for --from: 04 means 04_bench_engine.

