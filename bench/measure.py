@@ -12,7 +12,7 @@ tokenised again.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, Protocol
@@ -65,6 +65,7 @@ class Workload:
 class Pass:
     """One timed pass: `rounds` are the full ones; `acceptance` is (prompt index, statistics) a request."""
 
+    requests: int
     tokens: int
     wall_s: float
     rounds: Sequence[RoundStats] = ()
@@ -72,6 +73,7 @@ class Pass:
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(
+            requests=self.requests + other.requests,
             tokens=self.tokens + other.tokens,
             wall_s=self.wall_s + other.wall_s,
             rounds=[*self.rounds, *other.rounds],
@@ -103,6 +105,7 @@ class EngineVariant:
         wall_s = time.perf_counter() - start
         _raise_if_failed(completions)
         return Pass(
+            requests=len(requests),
             tokens=sum(len(completion.token_ids) for completion in completions),
             wall_s=wall_s,
             rounds=[stats for stats in self.seen if stats.rows == self.batch],
@@ -119,7 +122,7 @@ class TransformersVariant:
     def run(self, requests: Sequence[Request]) -> Pass:
         start = time.perf_counter()
         tokens = sum(self._batch(requests[i : i + self.batch]) for i in range(0, len(requests), self.batch))
-        return Pass(tokens=tokens, wall_s=time.perf_counter() - start)
+        return Pass(requests=len(requests), tokens=tokens, wall_s=time.perf_counter() - start)
 
     @torch.inference_mode()
     def _batch(self, requests: Sequence[Request]) -> int:
@@ -127,9 +130,7 @@ class TransformersVariant:
         params, length = requests[0].params, max(len(request.prompt_ids) for request in requests)
         pad = params.stop_ids[0] if params.stop_ids else 0
         rows = [[pad] * (length - len(request.prompt_ids)) + list(request.prompt_ids) for request in requests]
-        mask = [
-            [0] * (length - len(request.prompt_ids)) + [1] * len(request.prompt_ids) for request in requests
-        ]
+        mask = [[0] * (length - len(request.prompt_ids)) + [1] * len(request.prompt_ids) for request in requests]
         device = self.target.device
         torch.manual_seed(params.seed % 2**63)
         output = self.target.generate(
@@ -143,16 +144,19 @@ class TransformersVariant:
         return sum(_length(row, params.stop_ids) for row in output[:, length:].tolist())
 
 
-def warm_up(variants: Sequence[Variant], workload: Workload) -> None:
+def warm_up(variants: Sequence[Variant], workload: Workload, check_stop: Callable[[], None]) -> None:
     """Run each variant once over one wave of short requests: allocation, code caches, weights' pages."""
     params = SamplingParams(temperature=workload.temperature, max_tokens=4)
     prompts = [workload.prompts[slot % len(workload.prompts)] for slot in range(workload.batch)]
     for variant in variants:
+        check_stop()
         variant.run([Request(prompt_ids=prompt, params=params, id=0) for prompt in prompts])
 
 
-def interleave(variants: Sequence[Variant], workload: Workload, repeats: int) -> list[list[Pass]]:
-    """`repeats` measurements of each variant, [variant][repeat].
+def interleave(
+    variants: Sequence[Variant], workload: Workload, repeats: int, check_stop: Callable[[], None]
+) -> list[list[Pass]]:
+    """`repeats` measurements of each variant, [variant][repeat]; `check_stop` may raise before any pass.
 
     Each repeat has two halves, the second in reversed order (A B C, C B A): a machine that slows down or
     speeds up steadily during a repeat does so equally for every variant, so their ratios within a repeat
@@ -160,9 +164,13 @@ def interleave(variants: Sequence[Variant], workload: Workload, repeats: int) ->
     """
     measured: list[list[Pass]] = [[] for _ in variants]
     for repeat in range(repeats):
-        forth = [variant.run(workload.requests(repeat, half=0)) for variant in variants]
-        back = [variant.run(workload.requests(repeat, half=1)) for variant in reversed(variants)]
-        for passes, first, second in zip(measured, forth, reversed(back), strict=True):
+        halves: list[list[Pass]] = [[] for _ in variants]
+        order = list(range(len(variants)))
+        for half, indices in enumerate((order, order[::-1])):
+            for index in indices:
+                check_stop()
+                halves[index].append(variants[index].run(workload.requests(repeat, half)))
+        for passes, (first, second) in zip(measured, halves, strict=True):
             passes.append(first + second)
     return measured
 
@@ -180,20 +188,20 @@ def tokens_per_s_wall(measured: Pass) -> float:
 
 
 def round_times_ms(measured: Pass) -> dict[str, float]:
-    """Medians over full rounds, in ms: verify_ms, draft_step_ms (one of k steps), overhead_ms, round_ms."""
+    """Medians over full rounds, in ms: verify_ms, draft_step_ms (one of k steps; absent at k = 0),
+    overhead_ms, round_ms."""
     times = {
         "verify_ms": [stats.verify_s for stats in measured.rounds],
         "draft_step_ms": [stats.draft_s / stats.k for stats in measured.rounds if stats.k],
         "overhead_ms": [stats.overhead_s for stats in measured.rounds],
         "round_ms": [stats.total_s for stats in measured.rounds],
     }
-    return {name: 1e3 * median(values) if values else float("nan") for name, values in times.items()}
+    return {name: 1e3 * median(values) for name, values in times.items() if values}
 
 
 def mean_context(workload: Workload, measured: Pass) -> float:
     """Tokens in a row's cache half way through its completion, mean over requests."""
-    num_requests = len(measured.acceptance) or 1
-    return mean(len(prompt) for prompt in workload.prompts) + measured.tokens / num_requests / 2
+    return mean(len(prompt) for prompt in workload.prompts) + measured.tokens / measured.requests / 2
 
 
 def _raise_if_failed(completions: Sequence[Completion]) -> None:

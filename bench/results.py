@@ -62,8 +62,8 @@ def write_result(
         "versions": manifest.package_versions(),
         "device": manifest.device(),
         "started": started,
-        "rows": [_without_nan(dict(row)) for row in rows],
-        "gates": {name: _without_nan(dict(record)) for name, record in gates.items()},
+        "rows": [without_nan(dict(row)) for row in rows],
+        "gates": {name: without_nan(dict(record)) for name, record in gates.items()},
     }
     check_result(result, str(path))
     files.write_atomic(Path(path), json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -85,9 +85,7 @@ def read_result(path: Path | str) -> dict[str, Any]:
 def check_result(result: Any, where: str) -> None:
     """ValueError unless `result` follows the schema above; `where` names it in the message."""
     if not isinstance(result, dict):
-        raise ValueError(
-            f"{where}: got {type(result).__name__}, expected an object with the keys {list(_KEYS)}"
-        )
+        raise ValueError(f"{where}: got {type(result).__name__}, expected an object with the keys {list(_KEYS)}")
     _check_keys(result, _KEYS, where)
     if result["schema"] != SCHEMA:
         raise ValueError(f"{where}: schema {result['schema']!r}, this code reads {SCHEMA}; measure again")
@@ -116,6 +114,15 @@ def to_frame(paths: Iterable[Path | str]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
+def without_nan(value: Any) -> Any:
+    """Lists for tuples and None for NaN, all the way down; infinities stay, and json refuses them."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def command_line() -> str:
     """The command that started this process, as one would type it (`python -m module ...`)."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -141,9 +148,7 @@ def _check_row(row: Any, where: str) -> None:
     for key, value in row.items():
         cells = value if isinstance(value, list) else [value]
         if not all(cell is None or isinstance(cell, str | int | float) for cell in cells):
-            raise ValueError(
-                f"{where}: {key} is {value!r}; expected a number, text, null, or a list of these"
-            )
+            raise ValueError(f"{where}: {key} is {value!r}; expected a number, text, null, or a list of these")
 
 
 def _check_gate(record: Any, where: str) -> None:
@@ -152,15 +157,6 @@ def _check_gate(record: Any, where: str) -> None:
     _check_keys(record, _GATE_KEYS, where)
     if record["state"] not in GATE_STATES:
         raise ValueError(f"{where}: state {record['state']!r}, expected one of {list(GATE_STATES)}")
-
-
-def _without_nan(value: Any) -> Any:
-    """Lists for tuples and None for NaN, all the way down; infinities stay, and json refuses them."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _refuse_constant(text: str) -> None:

@@ -1,0 +1,86 @@
+"""What stage 04 measures, with the models loaded once: cells of the grid, and the gates G1 and G2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from bench.cells import measure_cell
+from bench.measure import Workload
+from data.common import encode_prompt, stop_ids_of
+from pipeline.config import Config, PromptSource
+from pipeline.models import load_draft, load_target, load_tokenizer
+from pipeline.sources import load_prompts
+
+
+class Bench:
+    """The pair of a config and its prompts. Models are loaded when the first unit that needs them is
+    measured."""
+
+    def __init__(self, config: Config, check_stop: Callable[[], None]) -> None:
+        self.config, self.bench, self.check_stop = config, config.bench_engine, check_stop
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def target(self) -> Any:
+        return load_target(self.config.models, self.device)
+
+    @cached_property
+    def draft(self) -> Any:
+        return load_draft(self.config.models, self.target, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.config.models)
+
+    @property
+    def draft_name(self) -> str:
+        draft = self.config.models.draft
+        return draft.model or f"keep_layers={draft.keep_layers}"
+
+    def prompt_ids(self, source: PromptSource) -> list[list[int]]:
+        """The set's prompts as token ids. ValueError naming one that does not fit the target's context."""
+        room = int(self.target.config.get_text_config().max_position_embeddings) - self.bench.max_tokens
+        encoded = []
+        for prompt in load_prompts(source.name, source.source, source.limit, self.bench.seed):
+            ids = encode_prompt(self.tokenizer, prompt.messages)
+            if len(ids) > room:
+                raise ValueError(
+                    f"{prompt.id}: {len(ids)} prompt tokens, expected at most {room} "
+                    "(the target's context less bench_engine.max_tokens); leave it out of the bench"
+                )
+            encoded.append(ids)
+        return encoded
+
+    def cell(self, source: PromptSource, temperature: float, batch: int) -> list[dict[str, Any]]:
+        """Rows of one cell: k = 0, transformers, and the draft at each k."""
+        workload = Workload(
+            prompts=self.prompt_ids(source),
+            batch=batch,
+            temperature=temperature,
+            max_tokens=self.bench.max_tokens,
+            stop_ids=stop_ids_of(self.target, self.tokenizer),
+            seed=self.bench.seed,
+        )
+        ks = self.bench.ks if "model" in self.bench.drafters else ()
+        rows = measure_cell(
+            self.target,
+            self.draft if ks else None,
+            ks,
+            workload,
+            repeats=self.bench.repeats,
+            check_stop=self.check_stop,
+        )
+        return [self._named(row, source.name) for row in rows]
+
+    def _named(self, row: dict[str, Any], prompt_set: str) -> dict[str, Any]:
+        names = {
+            "target": self.config.models.target,
+            "draft": self.draft_name if row["drafter"] == "model" else None,
+            "dtype": self.config.models.dtype,
+            "prompt_set": prompt_set,
+        }
+        return names | row

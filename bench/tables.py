@@ -1,0 +1,96 @@
+"""Tables for people, made from result records alone: the same cells as text for a terminal and as
+markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+_NOTHING = "-"
+
+
+def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
+    """drafter x k x batch, one row a measurement; intervals in brackets where they were measured."""
+    rows = sorted((row for row in result["rows"] if "gate" not in row), key=_order)
+    return pd.DataFrame(
+        {
+            "prompts": [row["prompt_set"] for row in rows],
+            "T": [_number(row["temperature"]) for row in rows],
+            "batch": [str(row["batch"]) for row in rows],
+            "drafter": [_drafter(row) for row in rows],
+            "k": [str(row["k"]) for row in rows],
+            "tokens/s": [_with_interval(row, "tokens_per_s") for row in rows],
+            "speed vs k=0": [_with_interval(row, "speedup") for row in rows],
+            "alpha": [_with_interval(row, "alpha") for row in rows],
+            "tokens a round": [_number(row.get("tokens_per_round")) for row in rows],
+            "draft step ms": [_number(row.get("draft_step_ms")) for row in rows],
+            "verify ms": [_number(row.get("verify_ms")) for row in rows],
+            "overhead ms": [_number(row.get("overhead_ms")) for row in rows],
+            "tokens/s, whole pass": [_with_interval(row, "tokens_per_s_wall") for row in rows],
+        }
+    )
+
+
+def gate_table(result: Mapping[str, Any]) -> pd.DataFrame:
+    """One row a gate: name, state, value, limit, reason."""
+    gates = sorted(result["gates"].items())
+    return pd.DataFrame(
+        {
+            "gate": [name for name, _ in gates],
+            "state": [record["state"] for _, record in gates],
+            "value": [_number(record["value"]) for _, record in gates],
+            "limit": [_number(record["limit"]) for _, record in gates],
+            "reason": [record["reason"] or _NOTHING for _, record in gates],
+        }
+    )
+
+
+def evidence_table(result: Mapping[str, Any], gate: str) -> pd.DataFrame:
+    """The rows that a gate was judged by, with all their columns."""
+    rows = [row for row in result["rows"] if row.get("gate") == gate]
+    columns = [name for name in (rows[0] if rows else ()) if name != "gate"]
+    return pd.DataFrame({name: [_number(row.get(name)) for row in rows] for name in columns})
+
+
+def to_text(table: pd.DataFrame) -> str:
+    """Columns aligned with spaces."""
+    widths = [max(len(name), *(len(cell) for cell in table[name]), 0) for name in table.columns]
+    lines = [table.columns.tolist(), *table.to_numpy().tolist()]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """A GitHub table; a bar inside a cell is escaped."""
+    lines: list[Sequence[str]] = [table.columns.tolist(), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    is_ours = row["engine"] == "specdec"
+    return (row["prompt_set"], row["temperature"], row["batch"], is_ours, row["drafter"] != "none", row["k"])
+
+
+def _drafter(row: Mapping[str, Any]) -> str:
+    if row["engine"] != "specdec":
+        return f"{row['engine']} generate"
+    return row["drafter"] if row["draft"] is None else f"{row['drafter']} ({row['draft']})"
+
+
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
+    interval = row.get(f"{name}_ci")
+    if row.get(name) is None or interval is None:
+        return _number(row.get(name))
+    return f"{_number(row[name])} [{_number(interval[0])}, {_number(interval[1])}]"
+
+
+def _number(value: Any) -> str:
+    """Three significant digits, all digits of a whole part; texts as they are."""
+    if value is None:
+        return _NOTHING
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_number(item) for item in value) + "]"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return str(round(value))
+    return f"{value:.3g}"
