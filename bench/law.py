@@ -32,6 +32,7 @@ class Oracle:
         self._model.set_attn_implementation("eager")
         self._known: dict[Tokens, np.ndarray] = {}
         self.vocab: int = model.config.vocab_size
+        self.max_positions: int = model.config.max_position_embeddings
 
     def logits(self, contexts: Sequence[Tokens]) -> list[np.ndarray]:
         """float64 [V] for every context (non-empty token tuples of any length)."""
@@ -51,7 +52,8 @@ class Oracle:
 def processed_law(
     logits_V: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
-    """The law of the next token, float64 [V], after every processor in order. Zero means: can never be drawn."""
+    """The law of the next token, float64 [V], after every processor in order. Zero means: can never be
+    drawn."""
     logits = _restricted(logits_V, params, len(output))
     logits = _penalised(logits, params, prompt, output)
     if params.temperature == 0.0:
@@ -87,9 +89,7 @@ def next_laws(
     """processed_law after every output, by output."""
     outputs = list(outputs)
     rows = oracle.logits([(*prompt, *output) for output in outputs])
-    return {
-        output: processed_law(row, params, prompt, output) for output, row in zip(outputs, rows, strict=True)
-    }
+    return {output: processed_law(row, params, prompt, output) for output, row in zip(outputs, rows, strict=True)}
 
 
 def has_ended(output: Sequence[int], params: SamplingParams) -> bool:
@@ -98,7 +98,8 @@ def has_ended(output: Sequence[int], params: SamplingParams) -> bool:
 
 
 def count_cells(completions: Iterable[Sequence[int]], vocab: int, depth: int) -> np.ndarray:
-    """How often each cell was seen, int64 of shape (V + 1,) * depth; tokens past `depth` are not looked at."""
+    """How often each cell was seen, int64 of shape (V + 1,) * depth; tokens past `depth` are not looked
+    at."""
     counts = np.zeros((vocab + 1,) * depth, dtype=np.int64)
     for tokens in completions:
         head = tuple(tokens[:depth])
@@ -118,9 +119,7 @@ def _restricted(logits_V: np.ndarray, params: SamplingParams, generated: int) ->
     return logits
 
 
-def _penalised(
-    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
-) -> np.ndarray:
+def _penalised(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
     logits = logits.copy()
     for token in set(prompt) | set(output):
         if logits[token] > 0:

@@ -23,8 +23,8 @@ class Setting:
     """What the acceptance of a request depends on. `draft_params` differ from `params` only for a draft that
     honestly samples otherwise.
 
-    k_of_round: the number of drafts in the request's n-th round, n = 0, 1, ... A row drafts no more than it
-    may still commit besides the token that every round adds.
+    k_of_round: the number of drafts in the request's n-th round, n = 0, 1, ... A row drafts no more than it may still
+    commit besides the token that every round adds, and nothing at positions from `draft_max_positions` on.
     """
 
     target: Oracle
@@ -33,6 +33,12 @@ class Setting:
     params: SamplingParams
     draft_params: SamplingParams
     k_of_round: Callable[[int], int]
+    draft_max_positions: int = 2**31
+
+    def room(self, output: Tokens) -> int:
+        """How many drafts a round that starts after `output` has room for."""
+        length = len(self.prompt) + len(output)
+        return max(0, min(self.params.max_tokens - len(output) - 1, self.draft_max_positions - length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +74,18 @@ def enumerate_acceptance(setting: Setting, *, k_max: int) -> AcceptanceLaw:
     round_index = 0
     while starts:
         walk.following = {}
-        for room, group in _by_room(starts, setting.params).items():
+        for room, group in _by_room(starts, setting).items():
             _enumerate_round(setting, group, min(setting.k_of_round(round_index), room), walk)
         starts = {o: mass for o, mass in walk.following.items() if not has_ended(o, setting.params)}
         round_index += 1
     return AcceptanceLaw(reached=walk.reached, accepted=walk.accepted)
 
 
-def _by_room(starts: dict[Tokens, float], params: SamplingParams) -> dict[int, dict[Tokens, float]]:
+def _by_room(starts: dict[Tokens, float], setting: Setting) -> dict[int, dict[Tokens, float]]:
     """The starts by how many drafts they have room for."""
     groups: dict[int, dict[Tokens, float]] = {}
     for output, mass in starts.items():
-        groups.setdefault(params.max_tokens - len(output) - 1, {})[output] = mass
+        groups.setdefault(setting.room(output), {})[output] = mass
     return groups
 
 

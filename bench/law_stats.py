@@ -52,17 +52,13 @@ class LawCheck:
         it is off."""
         if self.impossible:
             return float("inf")
-        return (
-            (self.tv - self.e0) / self.tv_sd if self.tv_sd > 0 else (0.0 if self.tv <= 1e-9 else float("inf"))
-        )
+        return (self.tv - self.e0) / self.tv_sd if self.tv_sd > 0 else (0.0 if self.tv <= 1e-9 else float("inf"))
 
 
 def check_law(counts: np.ndarray, law: np.ndarray, *, seed: int) -> LawCheck:
     """Compare `counts` (whole numbers) with `law` (probabilities summing to 1), arrays of one shape."""
     if counts.shape != law.shape:
-        raise ValueError(
-            f"counts have shape {counts.shape}, the law has {law.shape}; expected the same cells"
-        )
+        raise ValueError(f"counts have shape {counts.shape}, the law has {law.shape}; expected the same cells")
     counts, law = counts.ravel(), law.ravel() / law.sum()
     samples = int(counts.sum())
     possible = law > 0
@@ -117,9 +113,7 @@ def chi_squared_tail(chi2: float, dof: int) -> float:
     if dof <= 0:
         return 1.0
     return float(
-        torch.special.gammaincc(
-            torch.tensor(dof / 2, dtype=torch.float64), torch.tensor(chi2 / 2, dtype=torch.float64)
-        )
+        torch.special.gammaincc(torch.tensor(dof / 2, dtype=torch.float64), torch.tensor(chi2 / 2, dtype=torch.float64))
     )
 
 

@@ -88,9 +88,7 @@ def tiny_model(
     `logit_std` is the spread of the raw logits: 1.5 with 8 tokens gives a largest probability of about one
     half.
     """
-    config = tiny_config(
-        family, vocab=vocab, layers=layers, hidden=hidden, tied=tied, max_positions=max_positions
-    )
+    config = tiny_config(family, vocab=vocab, layers=layers, hidden=hidden, tied=tied, max_positions=max_positions)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -111,10 +109,7 @@ def noisy_copy(model: PreTrainedModel, *, noise: float, seed: int) -> PreTrained
     with torch.no_grad():
         for weight in draft.parameters():
             if weight.ndim == 2:
-                step = (
-                    torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-                    * weight.double().std()
-                )
+                step = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * weight.double().std()
                 weight.add_((noise * step).to(weight.dtype))
     return draft
 
@@ -131,10 +126,6 @@ def _shaped(name: str, noise: torch.Tensor, *, family: str, tied: bool, logit_st
     if "embed_tokens" in name:
         return noise * (logit_std / fan_in**0.5 if tied else 1.0)
     gain = (
-        logit_std
-        if "lm_head" in name
-        else 1.6
-        if any(part in name for part in ("q_proj", "k_proj", "o_proj"))
-        else 1.0
+        logit_std if "lm_head" in name else 1.6 if any(part in name for part in ("q_proj", "k_proj", "o_proj")) else 1.0
     )
     return noise * gain / fan_in**0.5

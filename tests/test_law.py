@@ -212,16 +212,14 @@ def test_count_cells_ends_short_completions_and_cuts_long_ones():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_models_have_laws_worth_testing(family):
-    """Not flat, not one-hot, and one token missing from the context moves the law: a wrong cache can be seen."""
+    """Not flat, not one-hot, and one token missing from the context moves the law: a wrong cache can be
+    seen."""
     model = tiny_model(family, layers=2, seed=1)
     oracle = Oracle(model)
     contexts = [(1, 2, 3, *pair) for pair in np.ndindex(8, 8)]
     laws = np.stack([processed_law(row, SAMPLED, (), ()) for row in oracle.logits(contexts)])
     holed = np.stack(
-        [
-            processed_law(row, SAMPLED, (), ())
-            for row in oracle.logits([(1, *context[2:]) for context in contexts])
-        ]
+        [processed_law(row, SAMPLED, (), ()) for row in oracle.logits([(1, *context[2:]) for context in contexts])]
     )
     assert 0.3 < laws.max(axis=1).mean() < 0.8
     assert 0.5 * np.abs(laws - holed).sum(axis=1).mean() > 0.05
@@ -235,9 +233,7 @@ def test_tiny_models_repeat_by_seed_and_share_nothing():
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
     copy = noisy_copy(one, noise=0.0, seed=1)
     assert copy.config is not one.config
-    assert all(
-        torch.equal(a, b) and a is not b for a, b in zip(one.parameters(), copy.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) and a is not b for a, b in zip(one.parameters(), copy.parameters(), strict=True))
 
 
 # Acceptance by position
