@@ -66,9 +66,7 @@ class Tracer:
             for prompt in prompts
             if prompt.id in self.problems
         ]
-        samples = [
-            sample for prompt in prompts if prompt.id in self.prompt_ids for sample in self._samples(prompt)
-        ]
+        samples = [sample for prompt in prompts if prompt.id in self.prompt_ids for sample in self._samples(prompt)]
         records = []
         for sample, completion in zip(samples, self._complete(samples, check_stop), strict=True):
             if completion.finish_reason == "error":
@@ -85,9 +83,7 @@ class Tracer:
             self.problems[prompt.id] = f"the chat template refuses it: {error}"
             return
         if len(ids) > room:
-            self.problems[prompt.id] = (
-                f"{len(ids)} prompt tokens, expected at most {room}: the context less max_tokens"
-            )
+            self.problems[prompt.id] = f"{len(ids)} prompt tokens, expected at most {room}: the context less max_tokens"
         else:
             self.prompt_ids[prompt.id] = ids
 
@@ -102,16 +98,13 @@ class Tracer:
                     stop_ids=self.stop_ids,
                     seed=stable_seed(self.traces.seed, prompt.id, index, temperature),
                 )
-                yield Sample(
-                    prompt=prompt, prompt_ids=self.prompt_ids[prompt.id], completion=index, params=params
-                )
+                yield Sample(prompt=prompt, prompt_ids=self.prompt_ids[prompt.id], completion=index, params=params)
 
     def _complete(self, samples: Sequence[Sample], check_stop: Callable[[], None]) -> list[Completion]:
         """The engine's completions in the order of `samples`."""
         assert not self.engine.has_work, "a shard starts with empty slots"
         tickets = [
-            self.engine.submit(Request(prompt_ids=sample.prompt_ids, params=sample.params))
-            for sample in samples
+            self.engine.submit(Request(prompt_ids=sample.prompt_ids, params=sample.params)) for sample in samples
         ]
         done: dict[int, Completion] = {}
         while self.engine.has_work:

@@ -59,9 +59,7 @@ def all_prompts(config: TracesConfig) -> list[Prompt]:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise ValueError(
-                f"two prompts have the id {prompt.id!r}; expected ids that differ over all sources"
-            )
+            raise ValueError(f"two prompts have the id {prompt.id!r}; expected ids that differ over all sources")
         seen.add(prompt.id)
     return prompts
 

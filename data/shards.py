@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from data.common import Skipped, TraceRecord, check_record
 
 SCHEMA_VERSION = 1
-_VERSION_KEY = b"trace_schema_version"
-_NOTES_KEY = b"trace_notes"
+_VERSION_KEY = "trace_schema_version"
+_NOTES_KEY = "trace_notes"
 
 _TOP_IDS = pa.list_(pa.list_(pa.int32()))
 _TOP_LOGPROBS = pa.list_(pa.list_(pa.float32()))
@@ -42,8 +42,7 @@ _SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("teacher", pa.string()),
         ("teacher_revision", pa.string()),
-    ],
-    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    ]
 )
 _SPLIT = (
     "prompt_ids.list.element",
@@ -53,7 +52,6 @@ _SPLIT = (
     "top_logprobs.list.element.list.element",
     "tail_mass.list.element",
 )
-_TEXT = [field.name for field in _SCHEMA if not pa.types.is_list(field.type)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +70,19 @@ def write_shard(path: Path, records: Sequence[TraceRecord], skipped: Sequence[Sk
     columns = [_column(field, [getattr(record, field.name) for record in records]) for field in _SCHEMA]
     tokens = sum(len(record.completion_ids) for record in records)
     notes = {"tokens": tokens, "skipped": [[item.prompt_id, item.reason] for item in skipped]}
-    schema = _SCHEMA.with_metadata({**_SCHEMA.metadata, _NOTES_KEY: json.dumps(notes).encode()})
-    pq.write_table(
-        pa.table(columns, schema=schema),
+    # Statistics, dictionaries and a second copy of the schema would be half of a small shard.
+    with pq.ParquetWriter(
         path,
+        _SCHEMA,
         compression="zstd",
         compression_level=9,
-        use_dictionary=_TEXT,
+        use_dictionary=False,
+        write_statistics=False,
+        store_schema=False,
         column_encoding=dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
-    )
+    ) as writer:
+        writer.write_table(pa.table(columns, schema=_SCHEMA))
+        writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
 
 
 def read_shard(path: Path) -> list[TraceRecord]:
@@ -98,7 +100,7 @@ def read_shard(path: Path) -> list[TraceRecord]:
 def read_notes(path: Path) -> ShardNotes:
     """The counts and the skipped prompts of a shard that `read_shard` has accepted."""
     metadata = pq.read_metadata(path)
-    notes = json.loads(metadata.metadata[_NOTES_KEY])
+    notes = json.loads(metadata.metadata[_NOTES_KEY.encode()])
     skipped = tuple(Skipped(prompt_id=prompt_id, reason=reason) for prompt_id, reason in notes["skipped"])
     return ShardNotes(records=metadata.num_rows, tokens=notes["tokens"], skipped=skipped)
 
@@ -107,8 +109,8 @@ def read_table(path: Path) -> pa.Table:
     """The shard as an arrow table. ValueError when its schema is not this module's."""
     # Not pq.read_table: its threads can outlive the interpreter and abort it at exit (apache/arrow 34314).
     with pq.ParquetFile(path) as file:
+        version = (file.metadata.metadata or {}).get(_VERSION_KEY.encode(), b"none").decode()
         table = file.read(use_threads=False)
-    version = (table.schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if version != str(SCHEMA_VERSION):
         raise ValueError(f"trace schema version {version}, this code reads {SCHEMA_VERSION}; generate again")
     if not table.schema.equals(_SCHEMA):
@@ -124,9 +126,7 @@ def _column(field: pa.Field, values: list[Any]) -> pa.Array:
     flat = np.concatenate([np.zeros(0)] + [value.reshape(-1) for value in values])
     offsets = pa.array(np.cumsum([0] + [len(value) for value in values]), type=pa.int32())
     if not pa.types.is_list(inner):
-        return pa.ListArray.from_arrays(
-            offsets, pa.array(flat.astype(inner.to_pandas_dtype())), type=field.type
-        )
+        return pa.ListArray.from_arrays(offsets, pa.array(flat.astype(inner.to_pandas_dtype())), type=field.type)
     entries = pa.array(flat.astype(inner.value_type.to_pandas_dtype()))
     num_top = values[0].shape[1] if values else 1
     bounds = pa.array(np.arange(0, len(flat) + 1, num_top), type=pa.int32())
