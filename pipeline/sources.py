@@ -26,6 +26,17 @@ from pipeline.schema import nearest
 
 KINDS = ("reasoning_gym", "human_eval", "jsonl", "hf")
 REPORTED_ROWS = 5
+# Of reasoning-gym 0.1.25, found by running every task under two hash seeds and two sizes: the first six give other
+# problems in every process (they iterate over sets), the last another problem i for another number of problems.
+UNSTABLE_TASKS = (
+    "isomorphic_strings",
+    "knight_swap",
+    "list_functions",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+    "acre",
+)
 HUMAN_EVAL_TASK = (
     "Complete this Python function. Reply with the whole function in one code block.\n\n```python\n{code}```"
 )
@@ -107,6 +118,8 @@ def _reasoning_gym(name: str, tasks: str, limit: int, seed: int) -> Iterator[Pro
     for task in names:
         if task not in DATASETS:
             raise ValueError(f"reasoning_gym: no task {task!r}; {nearest(task, DATASETS)}")
+        if task in UNSTABLE_TASKS:
+            raise ValueError(f"reasoning_gym: task {task!r} gives other problems in every run; choose another task")
     size = -(-limit // len(names))
     datasets = {task: reasoning_gym.create_dataset(task, seed=seed, size=size) for task in names}
     for number in range(limit):
