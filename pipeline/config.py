@@ -175,7 +175,7 @@ def expand_env(text: str) -> str:
             raise ValueError(f"{text}: the environment variable {name} is not set; set it in env.sh and source that")
         return os.environ[name]
 
-    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)
 
 
 def _plain(value: Any) -> Any:

@@ -49,9 +49,9 @@ def override(root: yaml.Node, assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     if not equals or not path.strip():
         raise ValueError(f"--set {assignment}: got no key=value, expected for example --set traces.batch=4")
-    value = compose(text, f"--set {assignment}")
-    if value is None:
-        value = yaml.ScalarNode("tag:yaml.org,2002:null", "", start_mark=root.start_mark)
+    name = f"--set {assignment}"
+    value = compose(text, name) or compose("null", name)
+    assert value is not None
     _put(root, path.strip().split("."), value, assignment)
 
 
@@ -171,11 +171,11 @@ def _read_scalar(node: yaml.Node, kind: Any, path: str) -> Any:
     tag = node.tag.rpartition(":")[2]
     if not isinstance(node, yaml.ScalarNode):
         raise _wrong(node, kind, path)
-    if kind is float and (tag in ("int", "float") or (node.style is None and _is_float(node.value))):
-        return float(node.value.replace("_", ""))  # YAML 1.1 takes 1e-4, without a dot, for a string
-    if tag != SCALAR_TAGS[kind]:
+    if kind is float and tag == "str" and node.style is None and _is_float(node.value):
+        return float(node.value)  # YAML 1.1 takes 1e-4, without a dot, for a string
+    if tag != SCALAR_TAGS[kind] and (kind, tag) != (float, "int"):
         raise _wrong(node, kind, path)
-    return yaml.SafeLoader("").construct_object(node)
+    return kind(yaml.SafeLoader("").construct_object(node))
 
 
 def _is_float(text: str) -> bool:

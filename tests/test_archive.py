@@ -107,7 +107,7 @@ def test_unfinished_work_stays_when_the_archive_has_other_settings(archive_root:
 
 
 def test_unfinished_work_gives_way_to_the_finished_stage(archive_root: Path) -> None:
-    """Preempted here, finished on another node, back here: the archive's folder is taken, the partial one kept aside."""
+    """Preempted here, finished on another node, back here: the archive's folder is taken, the partial one put aside."""
     folder, _ = run()
     (folder / manifest.DONE).unlink()
     (folder / unit_name(3)).unlink()
@@ -120,6 +120,6 @@ def test_unfinished_work_gives_way_to_the_finished_stage(archive_root: Path) -> 
 def test_archive_root_must_exist(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path / "none"))
     body = ToyBody()
-    with pytest.raises(ValueError, match="SPEC_ARCHIVE_ROOT: got .*none, expected a folder that exists"):
+    with pytest.raises(ValueError, match=r"SPEC_ARCHIVE_ROOT: got .*none, expected a folder that exists"):
         run_stage(STAGE, toy_config(), body)
     assert body.made == []

@@ -168,15 +168,13 @@ def test_changed_code_version_is_stale(data_root: Path) -> None:
         run_stage(dataclasses.replace(STAGE, version=2), toy_config(), ToyBody())
 
 
-def test_a_changed_prompt_file_is_stale(
-    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_prompt_file_is_stale(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_PROMPTS", str(tmp_path))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     source = "traces.prompts.0.source=jsonl:$SPEC_PROMPTS/p.jsonl"
     run(None, source)
     (tmp_path / "p.jsonl").write_text('{"prompt": "b"}\n')
-    with pytest.raises(StaleError, match="prompts.traces.arithmetic: "):
+    with pytest.raises(StaleError, match=r"prompts.traces.arithmetic: "):
         run(None, source)
 
 
@@ -217,7 +215,7 @@ def test_a_folder_of_somebody_else_is_not_written_into(data_root: Path) -> None:
     folder = data_root / "tiny" / "01_toy"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds notes.txt but no record of a stage"):
+    with pytest.raises(ValueError, match=r"holds notes.txt but no record of a stage"):
         run()
 
 
@@ -237,7 +235,7 @@ def run_downstream(*overrides: str) -> tuple[Path, ToyBody]:
 
 
 def test_a_stage_needs_its_inputs_finished(data_root: Path) -> None:
-    with pytest.raises(ValueError, match="input 01_toy is not finished in .*; run that stage first"):
+    with pytest.raises(ValueError, match=r"input 01_toy is not finished in .*; run that stage first"):
         run_downstream()
     run()
     assert run_downstream()[1].made == list(range(UNITS))
@@ -262,7 +260,7 @@ def test_an_input_made_from_other_settings_than_this_config_is_refused(data_root
 def test_a_damaged_input_is_refused(data_root: Path) -> None:
     folder, _ = run()
     (folder / unit_name(0)).write_bytes(b"")
-    with pytest.raises(ValueError, match="unit-0.bin has 0 bytes, expected 2048"):
+    with pytest.raises(ValueError, match=r"unit-0.bin has 0 bytes, expected 2048"):
         run_downstream()
 
 
@@ -330,7 +328,7 @@ def test_data_root_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_data_root_must_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPEC_DATA_ROOT", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="SPEC_DATA_ROOT: got .*none, expected a folder that exists"):
+    with pytest.raises(ValueError, match=r"SPEC_DATA_ROOT: got .*none, expected a folder that exists"):
         run()
 
 
@@ -439,9 +437,9 @@ class Terminal(io.StringIO):
 
 
 def progress_output(stream: io.StringIO, seconds: list[float]) -> str:
-    now = 0.0
-    with Progress("toy", 10, "shards", done=2, stream=stream, clock=lambda: now) as progress:
-        for now in seconds:
+    now = [0.0]
+    with Progress("toy", 10, "shards", done=2, stream=stream, clock=lambda: now[0]) as progress:
+        for now[0] in seconds:
             progress.update()
     return stream.getvalue()
 

@@ -1,4 +1,4 @@
-"""kill -9 at every file operation of a stage, and at random moments: always resumable, always the same bytes at the end."""
+"""kill -9 at every file operation of a stage, and at random moments: always resumable, always the same bytes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def unit_bytes(number: int, seed: int) -> bytes:
 
 
 class ToyBody:
-    """Makes UNITS files from the config's seed; `made` lists those of this run. `before_unit(ctx, number)` may interfere."""
+    """Makes files from the config's seed; `made` lists those of this run. `before_unit(ctx, number)` may interfere."""
 
     def __init__(self, before_unit: Any = None, units: int = UNITS) -> None:
         self.made: list[int] = []
