@@ -219,7 +219,10 @@ def test_allowed_and_banned_ids_hold_for_every_token(target: PreTrainedModel, dr
         assert set(completion.token_ids) <= allowed
 
 
-def test_refilled_slots_keep_nothing_of_the_former_request(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+@pytest.mark.parametrize("penalty", [{}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.4}])
+def test_refilled_slots_keep_nothing_of_the_former_request(
+    target: PreTrainedModel, draft: PreTrainedModel, penalty: dict
+) -> None:
     """Same request alone in a fresh engine, and after a dozen others of every kind went through its slot."""
     odd = [
         SamplingParams(max_tokens=9, temperature=1.4, seed=5, repetition_penalty=1.5, stop_ids=[1, 2, 3]),
@@ -227,7 +230,7 @@ def test_refilled_slots_keep_nothing_of_the_former_request(target: PreTrainedMod
         SamplingParams(max_tokens=7, temperature=1.0, top_k=3, min_tokens=4, stop_ids=[9]),
         SamplingParams(max_tokens=6, temperature=1.0, frequency_penalty=1.0, banned_ids=[7], min_p=0.2),
     ]
-    last = Request(prompt_ids=prompt(6), params=SamplingParams(max_tokens=12, temperature=1.0, seed=42))
+    last = Request(prompt_ids=prompt(6), params=SamplingParams(max_tokens=12, temperature=1.0, seed=42, **penalty))
     before = [Request(prompt_ids=prompt(3 + i, i), params=odd[i % 4]) for i in range(12)]
     (alone,) = Engine(target, draft, k=3, num_slots=1, capacity=64).generate([last])
     after = Engine(target, draft, k=3, num_slots=1, capacity=64).generate([*before, last])[-1]
