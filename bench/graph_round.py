@@ -1,23 +1,18 @@
 """Does a whole round fit into one CUDA graph? Captures it on a tiny model and compares replays with eager rounds.
 
-    python -m bench.graph_round --out results/graph_round.json      # needs an NVIDIA GPU
-
 A round (k draft steps with their sampling, verify, the rule, commit, both roll-backs) has fixed shapes and no host
 synchronisation, so it can be captured as it is. Rows of different length and sampling parameters, several rounds,
 until rows finish: every report and the whole state must be equal to the bit.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.results import gate, write_result
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Engine, Request, SamplingParams
 from specdec.round import decide, propose, score
@@ -145,21 +140,3 @@ def _milliseconds(run: Callable[[], Tensor], repeats: int = 30) -> float:
         times.append(begin.elapsed_time(end) if index >= 3 else None)
     counted = sorted(t for t in times if t is not None)
     return round(counted[len(counted) // 2], 4)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="results/graph_round.json")
-    out = parser.parse_args().out
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    rows = [compare(k, family=family) for family in ("qwen3", "llama") for k in (1, 2, 4, 8)]
-    equal = all(row["reports_equal"] and row["state_equal"] for row in rows)
-    record = gate("pass" if equal else "fail", value=equal, limit=True, reason="replays equal to eager, to the bit")
-    write_result(out, stage="graph_round", run="tiny", rows=rows, gates={"capture": record}, started=started)
-    for row in rows:
-        print(row)
-    print(f"all equal: {equal}; written to {out}")
-
-
-if __name__ == "__main__":
-    main()

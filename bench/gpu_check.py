@@ -1,0 +1,65 @@
+"""The engine on a GPU: a captured round equals eager rounds, and gate G1 holds there too.
+
+    python -m bench.gpu_check --out results/gpu_check.json      # needs an NVIDIA GPU
+
+Tiny random models: this checks what is computed, not how fast.
+"""
+
+import argparse
+import copy
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.graph_round import compare
+from bench.lossless import Suite, build_engine, run_g1
+from bench.lossless_report import format_table, g1_gate
+from bench.lossless_suites import demo_suites
+from bench.results import gate, write_result
+from specdec import Engine
+
+
+def gpu_engine(suite: Suite, num_requests: int) -> Engine:
+    """The suite's engine with its models on the GPU; the laws are enumerated from the CPU's copies."""
+
+    def moved(model: PreTrainedModel | None) -> PreTrainedModel | None:
+        return None if model is None else copy.deepcopy(model).to("cuda")
+
+    target, draft = moved(suite.target), moved(suite.draft)
+    assert target is not None
+    return build_engine(replace(suite, target=target, draft=draft), num_requests)
+
+
+def check_capture() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and gate of the comparison of captured with eager rounds."""
+    rows = [compare(k, family=family) for family in ("qwen3", "llama", "gemma3") for k in (1, 2, 4, 8)]
+    equal = all(row["reports_equal"] and row["state_equal"] for row in rows)
+    reason = f"{len(rows)} captured rounds replayed, reports and state compared with eager rounds to the bit"
+    return rows, gate("pass" if equal else "fail", value=equal, limit=True, reason=reason)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="results/gpu_check.json")
+    parser.add_argument("--samples", type=int, default=20_000, help="of each law of gate G1")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is visible to torch; run this on a machine with an NVIDIA GPU")
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    capture_rows, capture = check_capture()
+    for row in capture_rows:
+        print(row, flush=True)
+    law_rows = run_g1(demo_suites(), samples=args.samples, seed=0, engine_factory=gpu_engine)
+    gates = {"capture": capture, "G1": g1_gate(law_rows)}
+    print(format_table(law_rows))
+    write_result(args.out, stage="gpu_check", run="tiny", rows=capture_rows + law_rows, gates=gates, started=started)
+    for name, record in gates.items():
+        print(name, record["state"], record["reason"])
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
