@@ -105,8 +105,9 @@ def captured(engine: Engine, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def compare(k: int, *, family: str = "qwen3", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Eager rounds against replays of the captured round: one result row."""
     vocab = 32
-    target = tiny_model(family, vocab=vocab, layers=2, hidden=32, dtype=dtype).to("cuda")
-    draft = noisy_copy(target, noise=0.2, seed=1).to("cuda")
+    target = tiny_model(family, vocab=vocab, layers=2, hidden=32, dtype=dtype)
+    draft = noisy_copy(target, noise=0.2, seed=1)
+    target, draft = target.to("cuda"), draft.to("cuda")
     requests = requests_of(vocab)
     eager, graphed = (prefilled_engine(target, draft, k, requests) for _ in range(2))
     eager_round = round_of(eager, k, requests)
