@@ -2,7 +2,7 @@
 
 A round (k draft steps with their sampling, verify, the rule, commit, both roll-backs) has fixed shapes and no host
 synchronisation, so it can be captured as it is. Rows of different length and sampling parameters, several rounds,
-until rows finish: every report and the whole state must be equal to the bit.
+until rows finish: every report and all readable state must be equal to the bit.
 """
 
 from collections.abc import Callable
@@ -79,6 +79,13 @@ def state_tensors(engine: Engine) -> list[Tensor]:
     return [t for t in (*rows, *law, *caches, *lengths) if t is not None]
 
 
+def readable_state(engine: Engine) -> list[Tensor]:
+    """`state_tensors` without the trash slots, where several paddings write in any order and nothing reads."""
+    trash = {t.data_ptr() for model in engine._models() for pair in model.cache.layers.values() for t in pair}
+    trimmed = [t[:, :, :-1] if t.data_ptr() in trash else t for t in state_tensors(engine)]
+    return [t[:, :-1] if t is engine._state.tokens_BT else t for t in trimmed]
+
+
 def captured(engine: Engine, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """`run` as the replay of a CUDA graph; warm-up and capture leave the engine's state as it was."""
     before = [t.clone() for t in state_tensors(engine)]
@@ -113,7 +120,7 @@ def compare(k: int, *, family: str = "qwen3", dtype: torch.dtype = torch.float32
     eager_round = round_of(eager, k, requests)
     graph_round = captured(graphed, round_of(graphed, k, requests))
     reports = [(eager_round().cpu(), graph_round().cpu()) for _ in range(_ROUNDS)]
-    states = zip(state_tensors(eager), state_tensors(graphed), strict=True)
+    states = zip(readable_state(eager), readable_state(graphed), strict=True)
     finished = int((~eager._state.active_B).sum())
     return {
         "engine": "specdec",
