@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Engine, Request, SamplingParams
-from specdec.round import decide, propose, score
+from specdec.drafter import ModelDrafter
+from specdec.model import CachedModel
+from specdec.round import decide, score
 from specdec.sampling import LawParams
 from specdec.state import features_of
 
@@ -57,31 +59,37 @@ def prefilled_engine(target: PreTrainedModel, draft: PreTrainedModel, k: int, re
 def round_of(engine: Engine, k: int, requests: list[Request]) -> Callable[[], Tensor]:
     """One round over all slots as a function without arguments; returns the packed report on the device."""
     features = features_of([request.params for request in requests])
-    state, target, draft = engine._state, engine._target, engine._draft
-    assert draft is not None
+    state, target, drafter = engine._state, engine._target, engine._drafter
+    assert drafter is not None
 
     def run() -> Tensor:
-        proposal = propose(state, draft, k, features, None)
+        proposal = drafter.propose(state, k, features, None)
         logits_BJV = score(state, target, proposal, None)
         report = decide(state, target, proposal, logits_BJV, features)
-        engine._roll_back_draft(state, proposal)
+        drafter.roll_back(state)
         return report
 
     return run
+
+
+def models_of(engine: Engine) -> list[CachedModel]:
+    """The target and the draft with their caches."""
+    assert isinstance(engine._drafter, ModelDrafter)
+    return [engine._target, engine._drafter.model]
 
 
 def state_tensors(engine: Engine) -> list[Tensor]:
     """Everything that a round changes."""
     rows = [getattr(engine._state, f.name) for f in fields(engine._state) if f.name != "law"]
     law = [getattr(engine._state.law, f.name) for f in fields(LawParams)]
-    caches = [t for model in engine._models() for pair in model.cache.layers.values() for t in pair]
-    lengths = [model.cache.lengths_B for model in engine._models()]
+    caches = [t for model in models_of(engine) for pair in model.cache.layers.values() for t in pair]
+    lengths = [model.cache.lengths_B for model in models_of(engine)]
     return [t for t in (*rows, *law, *caches, *lengths) if t is not None]
 
 
 def readable_state(engine: Engine) -> list[Tensor]:
     """`state_tensors` without the trash slots, where several paddings write in any order and nothing reads."""
-    trash = {t.data_ptr() for model in engine._models() for pair in model.cache.layers.values() for t in pair}
+    trash = {t.data_ptr() for model in models_of(engine) for pair in model.cache.layers.values() for t in pair}
     trimmed = [t[:, :, :-1] if t.data_ptr() in trash else t for t in state_tensors(engine)]
     return [t[:, :-1] if t is engine._state.tokens_BT else t for t in trimmed]
 

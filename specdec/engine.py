@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import PreTrainedModel
 
+from specdec.drafter import Drafter, ModelDrafter, no_proposal
 from specdec.feed import feed
 from specdec.model import CachedModel
 from specdec.report import RowReport, read_report
 from specdec.request import Completion, Request, check_ids
-from specdec.round import Proposal, decide, no_proposal, propose, score
+from specdec.round import decide, score
 from specdec.slots import Slot
 from specdec.state import RowState, features_of
 from specdec.stats import AcceptanceStats, RoundStats
@@ -28,11 +29,12 @@ DraftLength = int | Callable[[RoundStats | None], int]
 class Engine:
     """Batched speculative decoding of `target` with `draft`; the output follows the target's law exactly.
 
-    target, draft: Hugging Face decoders with one vocabulary on one device; draft=None decodes plainly (k = 0, the
-    same machinery). k: draft length, or a callable that gets the last round's RoundStats (None at first) and
-    returns one in [0, k_max]. num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one
-    request. prefill_chunk: the most prompt tokens a row is fed between two rounds. top_logprobs: report the
-    target's raw law at each token (TokenLogprobs). on_round: called after each round.
+    target: a Hugging Face decoder. draft: a smaller one with the same vocabulary on the same device, or any Drafter
+    (n-gram, suffix, a draft of another vocabulary); None decodes plainly (k = 0, the same machinery). k: draft
+    length, or a callable that gets the last round's RoundStats (None at first) and returns one in [0, k_max].
+    num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
+    most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
+    (TokenLogprobs). on_round: called after each round.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
     request that is bad ends with finish_reason "error" and harms no other.
@@ -41,7 +43,7 @@ class Engine:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | Drafter | None = None,
         *,
         k: DraftLength = 4,
         k_max: int | None = None,
@@ -55,10 +57,10 @@ class Engine:
         self.k_max = _check_settings(self._k, k_max, num_slots, capacity, prefill_chunk)
         buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
         self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
-        self._draft: CachedModel | None = None
+        self._drafter: Drafter | None = None
         if draft is not None and self.k_max > 0:
-            check_same_vocabulary(target, draft)
-            self._draft = CachedModel(draft, num_rows=num_slots, capacity=buffer)
+            self._drafter = ModelDrafter(draft) if isinstance(draft, PreTrainedModel) else draft
+            self._drafter.attach(self._target, num_slots, buffer)
         if not 0 <= top_logprobs <= self._target.vocab_size:
             raise ValueError(f"top_logprobs is {top_logprobs}; expected 0 to {self._target.vocab_size}")
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
@@ -130,13 +132,12 @@ class Engine:
             return
         rows = [row for row, _, _ in taken]
         self._state.write_rows(rows, [request for _, _, request in taken], self._target.vocab_size)
-        for model in self._models():
-            model.cache.lengths_B[rows] = 0
-        for row, ticket, request in taken:
-            self._slots[row] = Slot(row=row, ticket=ticket, request=request, tokens=list(request.prompt_ids))
-
-    def _models(self) -> list[CachedModel]:
-        return [self._target] if self._draft is None else [self._target, self._draft]
+        self._target.cache.lengths_B[rows] = 0
+        new = [Slot(row=row, ticket=t, request=r, tokens=list(r.prompt_ids)) for row, t, r in taken]
+        for slot in new:
+            self._slots[slot.row] = slot
+        if self._drafter is not None:
+            self._drafter.admit(new)
 
     def _prefill(self) -> None:
         """Feed a chunk of each new prompt; rows whose target has seen all but the last token start decoding."""
@@ -144,9 +145,9 @@ class Engine:
         if not new:
             return
         feed(self._target, [f for slot in new if (f := slot.next_target_feed(self._chunk))])
-        drafting = self._draft is not None and (self._last_round is None or self._last_round.k > 0)
-        if drafting and self._draft is not None:
-            feed(self._draft, [f for slot in new if (f := slot.next_draft_feed(self._chunk))])
+        drafting = self._last_round is None or self._last_round.k > 0
+        if drafting and self._drafter is not None:
+            self._drafter.feed(new, self._chunk)
         ready = [slot for slot in new if slot.target_len == slot.length - 1]
         for slot in ready:
             slot.decoding = True
@@ -166,46 +167,41 @@ class Engine:
         state = self._state.head(slots[-1].row + 1)
         features = features_of([slot.request.params for slot in slots])
         live = max(slot.length for slot in slots) + k
-        if k > 0:
-            self._catch_up(slots)
-        proposal = propose(state, self._draft, k, features, live) if k > 0 and self._draft else no_proposal(state)
+        drafter = self._drafter if k > 0 else None
+        caught_up = drafter.prepare(slots, k, self._chunk) if drafter else 0
+        proposal = drafter.propose(state, k, features, live) if drafter else no_proposal(state)
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
         timer.mark("verify")
         packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs)
-        self._roll_back_draft(state, proposal)
+        if self._drafter is not None:
+            self._drafter.roll_back(state)
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
+        self._finish_round(slots, reports, k)
+        self._record(reports, k, caught_up, timer)
+
+    def _finish_round(self, slots: list[Slot], reports: list[RowReport], k: int) -> None:
+        before = [slot.length for slot in slots]
         for slot, report in zip(slots, reports, strict=True):
-            self._finish_round(slot, report, k)
-        self._record(reports, k, timer)
+            slot.commit(report, k)
+            if report.draft_bad and not slot.draft_bad:
+                slot.draft_bad = True
+                warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
+        if self._drafter is not None:
+            self._drafter.committed(slots, before, k)
+        for slot in slots:
+            if slot.finish_reason is not None:
+                self._release(slot)
 
-    def _catch_up(self, slots: list[Slot]) -> None:
-        """Feed the draft what it missed in rounds without drafts (all but the last two tokens, which it is fed by
-        its first step anyway)."""
-        assert self._draft is not None
-        while feeds := [f for slot in slots if slot.draft_lag > 2 and (f := slot.next_draft_feed(self._chunk))]:
-            feed(self._draft, feeds)
-
-    def _roll_back_draft(self, state: RowState, proposal: Proposal) -> None:
-        """The draft has seen d1 .. d(k-1): keep those that were committed."""
-        if self._draft is not None:
-            lengths_B = self._draft.cache.lengths_B[: len(state.lengths_B)]
-            torch.minimum(lengths_B, (state.lengths_B - 1).clamp(min=0), out=lengths_B)
-
-    def _finish_round(self, slot: Slot, report: RowReport, k: int) -> None:
-        slot.commit(report, k)
-        if report.draft_bad and not slot.draft_bad:
-            slot.draft_bad = True
-            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
-        if slot.finish_reason is None:
-            return
+    def _release(self, slot: Slot) -> None:
         self._done.append((slot.ticket, slot.completion()))
         self._slots[slot.row] = None
-        if report.target_bad or slot.draft_bad:
-            for model in self._models():
-                model.cache.clear_rows([slot.row])
+        if slot.error is not None:
+            self._target.cache.clear_rows([slot.row])
+        if self._drafter is not None:
+            self._drafter.release(slot)
 
-    def _record(self, reports: list[RowReport], k: int, timer: PhaseTimer) -> None:
+    def _record(self, reports: list[RowReport], k: int, caught_up: int, timer: PhaseTimer) -> None:
         seconds = timer.finish()
         self._last_round = RoundStats(
             k=k,
@@ -214,6 +210,7 @@ class Engine:
             drafted=sum(r.drafted for r in reports),
             reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
             accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
+            caught_up=caught_up,
             draft_s=seconds["draft"] if k > 0 else 0.0,
             verify_s=seconds["verify"],
             total_s=seconds["total"],
@@ -221,18 +218,6 @@ class Engine:
         self.stats = self.stats + self._last_round.acceptance
         if self._on_round is not None:
             self._on_round(self._last_round)
-
-
-def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """ValueError with both sizes when the models' output vocabularies (padding included) differ."""
-    sizes = [int(m.get_output_embeddings().weight.shape[0]) for m in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"vocabularies differ: target {sizes[0]} tokens, draft {sizes[1]}; acceptance compares probabilities token "
-            f"by token, so both need the same ids. Use a draft of the target's family, or one made from its layers"
-        )
-    if target.device != draft.device:
-        raise ValueError(f"target is on {target.device}, draft on {draft.device}; expected one device")
 
 
 def _check_settings(k: DraftLength, k_max: int | None, num_slots: int, capacity: int, prefill_chunk: int) -> int:

@@ -7,8 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from specdec.request import TokenLogprobs
-from specdec.round import REPORT_COLUMNS
 from specdec.stats import AcceptanceStats
+
+# Columns of the packed int64 report before the J committed tokens.
+REPORT_COLUMNS = ("committed", "accepted", "reached", "drafted", "stopped", "target_bad", "draft_bad")
 
 
 @dataclass(frozen=True, kw_only=True)

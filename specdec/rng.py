@@ -1,9 +1,8 @@
-"""Counter-based uniforms: a pure function of (seed, position, purpose), the same on every device.
+"""Counter-based uniforms: a pure function of (seed, round, position, purpose), the same on every device.
 
-A request draws from its own stream, so its text never depends on what runs beside it. A draw belongs to the
-position of the token it decides, not to a round: positions after a rejection are drawn again with the same
-numbers, which is exact because no committed token depended on them (a committed prefix is a function of the
-draws at its own positions only).
+A request draws from its own stream, so its text never depends on what runs beside it. A round is named by the
+row's length at its start, which grows with every round: a position that is drafted again after a rejection is drawn
+with fresh numbers, whatever the earlier round decided from its own (block verification looks at all of them).
 
 The mixer is SplitMix64's finalizer (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), applied to the seed and then to the position and purpose. torch has no unsigned 64-bit arithmetic
@@ -44,13 +43,13 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniforms(seeds_B: Tensor, positions_BN: Tensor, purpose: int) -> Tensor:
+def uniforms(seeds_B: Tensor, starts_B: Tensor, positions_BN: Tensor, purpose: int) -> Tensor:
     """float64 uniforms in [0, 1) with 53 random bits, shape [B, N].
 
-    seeds_B: int64 [B], one stream a request; positions_BN: int64 [B, N], the index in the sequence of the token
-    that the draw decides.
+    seeds_B: int64 [B], one stream a request; starts_B: int64 [B], the row's length when the round began;
+    positions_BN: int64 [B, N], the index in the sequence of the token that the draw decides.
     """
-    key_B1 = _mix(seeds_B.unsqueeze(1) + _GOLDEN)
+    key_B1 = _mix(_mix(seeds_B + _GOLDEN) + starts_B * _GOLDEN).unsqueeze(1)
     counter_BN = positions_BN * 4 + int(purpose)
     bits_BN = _mix(_mix(key_B1 ^ (counter_BN * _GOLDEN)) + key_B1)
     return _shift_right(bits_BN, 11).to(torch.float64) * 2.0**-53

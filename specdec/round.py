@@ -1,105 +1,27 @@
-"""The inside of a round: draft k tokens, verify them in one forward, apply the rule, commit.
+"""The inside of a round after drafting: verify the proposal in one forward, apply the rule, commit.
 
 Fixed-shape tensor code over the first B slots: no Python branch on a row's data and no host synchronisation between
 the first draft step and the one packed tensor that reports what happened, so that a CUDA graph can hold it.
 Shapes: B rows, K = k drafted positions, J = K + 1, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from specdec.drafter import Proposal, last_tokens
 from specdec.model import CachedModel
 from specdec.rng import Purpose, uniforms
-from specdec.sampling import Features, constrain_logits, law_of, sample, verify_drafts, verify_drafts_greedy
+from specdec.sampling import Features, constrain_logits, law_of, verify_drafts, verify_drafts_greedy
 from specdec.state import RowState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A drafter's tokens; draft_probs_BKV is the law each was drawn from (None: one-hot); num_drafts_B of them
-    count in each row; bad_B marks rows whose draft logits were unusable (they drafted from a flat law)."""
-
-    drafts_BK: Tensor
-    draft_probs_BKV: Tensor | None
-    num_drafts_B: Tensor
-    bad_B: Tensor
-
-
-def no_proposal(state: RowState) -> Proposal:
-    """K = 0: plain autoregressive decoding through the same machinery."""
-    zero_B = torch.zeros_like(state.lengths_B)
-    return Proposal(
-        drafts_BK=zero_B.unsqueeze(1)[:, :0], draft_probs_BKV=None, num_drafts_B=zero_B, bad_B=zero_B.bool()
-    )
-
-
-def propose(state: RowState, draft: CachedModel, k: int, features: Features, live: int | None) -> Proposal:
-    """Draw k tokens a row from the draft model, which has seen all but the last one or two committed tokens.
-
-    The first step always feeds the last two committed tokens: after a fully accepted round the draft has seen
-    neither, else the first one rewrites keys and values that are already right; so the shape never changes.
-    A row drafts no more than it may still commit besides the token every round adds, and nothing at positions the
-    draft was not built for.
-    """
-    assert k > 0
-    lengths_B = state.lengths_B
-    positions_BK = lengths_B.unsqueeze(1) + torch.arange(k, device=lengths_B.device)
-    uniform_BK = uniforms(state.seeds_B, positions_BK, Purpose.DRAFT)
-    counts_BV = state.law.counts_BV.clone() if features.penalties and state.law.counts_BV is not None else None
-    tokens_Bq, start_B = _last_tokens(state, 2), lengths_B - 2
-    drafts, laws, bad = [], [], []
-    for i in range(k):
-        q = tokens_Bq.shape[1]
-        plan = draft.cache.plan(start_B, state.active_B * q, q, slice(0, len(lengths_B)), live)
-        logits_B1V = draft.forward(tokens_Bq, plan, keep=1)
-        counts_B1V = None if counts_BV is None else counts_BV.unsqueeze(1)
-        drawn_B, law_BV, bad_B1 = _draw(
-            logits_B1V, state, positions_BK[:, i : i + 1], counts_B1V, features, uniform_BK[:, i]
-        )
-        drafts.append(drawn_B)
-        laws.append(law_BV)
-        bad.append(bad_B1)
-        if counts_BV is not None:
-            counts_BV.scatter_add_(1, drawn_B.unsqueeze(1), torch.ones_like(drawn_B, dtype=torch.int32).unsqueeze(1))
-        tokens_Bq, start_B = drawn_B.unsqueeze(1), lengths_B + i
-    room_B = torch.minimum(state.limit_B - lengths_B - 1, draft.max_positions - lengths_B)
-    return Proposal(
-        drafts_BK=torch.stack(drafts, 1),
-        draft_probs_BKV=None if features.all_greedy else torch.stack(laws, 1),
-        num_drafts_B=room_B.clamp(0, k),
-        bad_B=torch.cat(bad, 1).any(1),
-    )
-
-
-def _draw(
-    logits_B1V: Tensor,
-    state: RowState,
-    positions_B1: Tensor,
-    counts_B1V: Tensor | None,
-    features: Features,
-    uniform_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One draft token a row: (token_B, the law it was drawn from [B, V], bad_B1)."""
-    constrained_B1V, bad_B1 = constrain_logits(logits_B1V, state.law, positions_B1, counts_B1V, features)
-    if features.all_greedy:
-        return constrained_B1V.argmax(-1).squeeze(1), constrained_B1V.squeeze(1), bad_B1
-    law_BV = law_of(constrained_B1V, state.law, features).squeeze(1)
-    return sample(law_BV, uniform_B), law_BV, bad_B1
-
-
-def _last_tokens(state: RowState, count: int) -> Tensor:
-    """The last `count` committed tokens [B, count]; a shorter row repeats its first one (planned as padding)."""
-    back = torch.arange(-count, 0, device=state.lengths_B.device)
-    return state.tokens_BT.gather(1, (state.lengths_B.unsqueeze(1) + back).clamp(min=0))
 
 
 def score(state: RowState, target: CachedModel, proposal: Proposal, live: int | None) -> Tensor:
     """The target's logits [B, J, V] for [pending, d1 .. dK], in one forward."""
     J = proposal.drafts_BK.shape[1] + 1
     lengths_B = state.lengths_B
-    tokens_BJ = torch.cat([_last_tokens(state, 1), proposal.drafts_BK], 1)
+    tokens_BJ = torch.cat([last_tokens(state, 1), proposal.drafts_BK], 1)
     plan = target.cache.plan(lengths_B - 1, state.active_B * J, J, slice(0, len(lengths_B)), live)
     return target.forward(tokens_BJ, plan, keep=J)
 
@@ -114,6 +36,7 @@ def decide(
 ) -> Tensor:
     """Apply the rule, commit, roll the target's cache back; the packed report, int64 [B, columns]."""
     J = logits_BJV.shape[1]
+    proposal = replace(proposal, num_drafts_B=_num_drafts(state, proposal))
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
     counts_BJV = _counts_with_drafts(state, proposal.drafts_BK) if features.penalties else None
     constrained_BJV, bad_BJ = constrain_logits(logits_BJV, state.law, positions_BJ, counts_BJV, features)
@@ -123,6 +46,13 @@ def decide(
     if not top_logprobs:
         return report
     return torch.cat([report, _raw_logprobs(logits_BJV, out_BJ, top_logprobs)], 1)
+
+
+def _num_drafts(state: RowState, proposal: Proposal) -> Tensor:
+    """How many drafts count: no more than the row may still commit besides the token that every round adds, nor than
+    its quota of this round."""
+    room_B = torch.minimum(state.limit_B - state.lengths_B - 1, state.quota_B)
+    return torch.minimum(proposal.num_drafts_B, room_B).clamp(0, proposal.drafts_BK.shape[1])
 
 
 def _apply_rule(
@@ -135,8 +65,8 @@ def _apply_rule(
         proposal.draft_probs_BKV,
         law_of(constrained_BJV, state.law, features),
         proposal.num_drafts_B,
-        uniforms(state.seeds_B, positions_BJ[:, :-1], Purpose.ACCEPT),
-        uniforms(state.seeds_B, positions_BJ, Purpose.TARGET),
+        uniforms(state.seeds_B, state.lengths_B, positions_BJ[:, :-1], Purpose.ACCEPT),
+        uniforms(state.seeds_B, state.lengths_B, positions_BJ, Purpose.TARGET),
     )
 
 
@@ -153,10 +83,6 @@ def _committed_tokens(drafts_BK: Tensor, accepted_B: Tensor, next_B: Tensor) -> 
     """Accepted drafts, then the added token, in place; what follows is filler [B, J]."""
     out_BJ = torch.cat([drafts_BK, next_B.unsqueeze(1)], 1)
     return out_BJ.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
-
-
-# Columns of the packed int64 report before the J committed tokens.
-REPORT_COLUMNS = ("committed", "accepted", "reached", "drafted", "stopped", "target_bad", "draft_bad")
 
 
 def _commit(
@@ -181,7 +107,7 @@ def _commit(
     B = len(committed_B)
     target.cache.lengths_B[:B] -= torch.where(state.active_B, J - committed_B, 0)
     reached_B = torch.minimum(proposal.num_drafts_B, torch.minimum(accepted_B, stop_at_B) + 1)
-    columns = (
+    columns = (  # in the order of REPORT_COLUMNS
         committed_B,
         torch.minimum(accepted_B, reached_B),
         reached_B,

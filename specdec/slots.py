@@ -10,15 +10,14 @@ from specdec.stats import AcceptanceStats
 
 @dataclass(kw_only=True)
 class Slot:
-    """tokens: prompt and output; target_len / draft_len: how many of them each cache holds (the host's copy of the
-    caches' lengths, kept in step by arithmetic alone)."""
+    """tokens: prompt and output; target_len: how many of them the target's cache holds (the host's copy of its
+    length, kept in step by arithmetic alone)."""
 
     row: int
     ticket: int
     request: Request
     tokens: list[int]
     target_len: int = 0
-    draft_len: int = 0
     decoding: bool = False
     draft_bad: bool = False
     finish_reason: str | None = None
@@ -30,31 +29,16 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
-    @property
-    def draft_lag(self) -> int:
-        """Committed tokens that the draft has not seen; its first step feeds up to two."""
-        return self.length - self.draft_len
-
     def next_target_feed(self, chunk: int) -> Feed | None:
+        """The next prompt tokens for the target, all but the last one."""
         start = self.target_len
-        self.target_len = min(self.length - 1, start + chunk)
-        return self._feed(start, self.target_len)
-
-    def next_draft_feed(self, chunk: int) -> Feed | None:
-        start = self.draft_len
-        self.draft_len = max(start, min(self.length - 1, start + chunk))
-        return self._feed(start, self.draft_len)
-
-    def _feed(self, start: int, end: int) -> Feed | None:
+        end = self.target_len = min(self.length - 1, start + chunk)
         return Feed(row=self.row, start=start, tokens=self.tokens[start:end]) if end > start else None
 
     def commit(self, report: RowReport, k: int) -> None:
         """Take over what a round of k drafts did to this row."""
-        before = self.length
         self.tokens.extend(report.token_ids)
         self.target_len = self.length - 1
-        if k > 0:
-            self.draft_len = min(before + k - 1, self.length - 1)
         self.stats = self.stats + report.acceptance(k)
         if report.logprobs is not None:
             self.logprobs.append(report.logprobs)

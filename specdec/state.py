@@ -25,11 +25,13 @@ _FLOATS = {
 @dataclass(kw_only=True)
 class RowState:
     """tokens_BT: prompt and output; lengths_B: how many are committed, the pending last one (not yet fed to the
-    target) included; limit_B: the length at which the row is done; law: sampling parameters."""
+    target) included; limit_B: the length at which the row is done; quota_B: the most drafts that count in the next
+    round; law: sampling parameters."""
 
     tokens_BT: Tensor
     lengths_B: Tensor
     limit_B: Tensor
+    quota_B: Tensor
     active_B: Tensor
     seeds_B: Tensor
     law: LawParams
@@ -45,6 +47,7 @@ class RowState:
             tokens_BT=torch.zeros(num_slots, capacity + 1, dtype=torch.int64, device=device),
             lengths_B=zeros(),
             limit_B=zeros(),
+            quota_B=zeros() + capacity,
             active_B=zeros(torch.bool),
             seeds_B=zeros(),
             law=LawParams(**law, top_k_B=zeros(), min_length_B=zeros(), stop_BS=no_stop),

@@ -50,7 +50,11 @@ class AcceptanceStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundStats:
-    """One round over `rows` active rows; times in seconds, `overhead_s` is what is neither draft nor verify."""
+    """One round over `rows` active rows; times in seconds, `overhead_s` is what is neither draft nor verify.
+
+    draft_s includes feeding the drafter what it missed in rounds without drafts: caught_up tokens for the row that
+    had missed most.
+    """
 
     k: int
     rows: int
@@ -58,6 +62,7 @@ class RoundStats:
     drafted: int
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
+    caught_up: int = 0
     draft_s: float
     verify_s: float
     total_s: float

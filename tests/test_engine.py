@@ -83,8 +83,8 @@ def _assert_caches_right(engine: Engine) -> None:
         assert engine._state.tokens_BT[row, : slot.length].tolist() == slot.tokens
         assert int(engine._state.lengths_B[row]) == slot.length
         assert int(engine._target.cache.lengths_B[row]) == slot.length - 1 == slot.target_len
-        assert int(engine._draft.cache.lengths_B[row]) == slot.draft_len <= slot.length - 1
-        for model, held in ((engine._target, slot.target_len), (engine._draft, slot.draft_len)):
+        assert int(engine._drafter.model.cache.lengths_B[row]) == engine._drafter._held[row] <= slot.length - 1
+        for model, held in ((engine._target, slot.target_len), (engine._drafter.model, engine._drafter._held[row])):
             if held:
                 _assert_cache_equals_fresh_forward(model, row, slot.tokens[:held])
 
