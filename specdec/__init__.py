@@ -14,6 +14,9 @@ from typing import Any
 
 _HOMES = {
     "Engine": "specdec.engine",
+    "ModelDrafter": "specdec.drafter",
+    "NgramDrafter": "specdec.lookup",
+    "SuffixDrafter": "specdec.suffix",
     "Request": "specdec.request",
     "Completion": "specdec.request",
     "TokenLogprobs": "specdec.request",
