@@ -15,6 +15,7 @@ from typing import Any
 _HOMES = {
     "Engine": "specdec.engine",
     "ModelDrafter": "specdec.drafter",
+    "ParallelDrafter": "specdec.parallel",
     "NgramDrafter": "specdec.lookup",
     "SuffixDrafter": "specdec.suffix",
     "Request": "specdec.request",

@@ -78,6 +78,7 @@ class ModelDrafter:
     """
 
     model: CachedModel
+    window = 2  # committed tokens that the first step of a round feeds
 
     def __init__(
         self, model: PreTrainedModel, *, vocabulary: VocabularyMap | None = None, min_confidence: float = 0.0
@@ -109,14 +110,12 @@ class ModelDrafter:
         feed(self.model, [f for slot in slots if (f := self._next_feed(slot, chunk))])
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
-        """Feed what was missed in rounds without drafts: all but the last two tokens, which the first step is fed."""
-        lag = max(slot.length - 2 - self._held[slot.row] for slot in slots)
-        while feeds := [f for slot in slots if self._lag(slot) > 2 and (f := self._next_feed(slot, chunk))]:
+        """Feed what was missed in rounds without drafts: all but the last tokens, which the first step is fed."""
+        behind = [slot for slot in slots if slot.length - self._held[slot.row] > self.window]
+        missed = max((slot.length - 1 - self._held[slot.row] for slot in behind), default=0)
+        while feeds := [f for slot in behind if (f := self._next_feed(slot, chunk))]:
             feed(self.model, feeds)
-        return max(lag, 0)
-
-    def _lag(self, slot: Slot) -> int:
-        return slot.length - self._held[slot.row]
+        return missed
 
     def _next_feed(self, slot: Slot, chunk: int) -> Feed | None:
         start = self._held[slot.row]
@@ -138,7 +137,7 @@ class ModelDrafter:
         positions_BK = lengths_B.unsqueeze(1) + torch.arange(k, device=lengths_B.device)
         uniform_BK = uniforms(state.seeds_B, lengths_B, positions_BK, Purpose.DRAFT)
         counts_BV = state.law.counts_BV.clone() if features.penalties and state.law.counts_BV is not None else None
-        tokens_Bq, start_B = last_tokens(state, 2), lengths_B - 2
+        tokens_Bq, start_B = last_tokens(state, self.window), lengths_B - self.window
         drafts, laws, bad, usable = [], [], [], []
         for i in range(k):
             logits_B1V = self._step(tokens_Bq, start_B, state, live)
@@ -204,7 +203,11 @@ class ModelDrafter:
         if k == 0:
             return
         for slot, length in zip(slots, before, strict=True):
-            self._held[slot.row] = min(length + k - 1, slot.length - 1)
+            self._held[slot.row] = min(length + self._drafts_seen(k), slot.length - 1)
+
+    def _drafts_seen(self, k: int) -> int:
+        """Of k drafts the model has been fed all but the last."""
+        return k - 1
 
     def release(self, slot: Slot) -> None:
         if slot.draft_bad or slot.error:

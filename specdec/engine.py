@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import PreTrainedModel
 
+from specdec.block import verify_block
 from specdec.drafter import Drafter, ModelDrafter, no_proposal
 from specdec.feed import feed
 from specdec.model import CachedModel
 from specdec.report import RowReport, read_report
 from specdec.request import Completion, Request, check_ids
 from specdec.round import decide, score
+from specdec.sampling import verify_drafts
 from specdec.slots import Slot
 from specdec.state import RowState, features_of
 from specdec.stats import AcceptanceStats, RoundStats
 from specdec.timing import PhaseTimer
 
+_RULES = {"token": verify_drafts, "block": verify_block}
 DraftLength = int | Callable[[RoundStats | None], int]
 
 
@@ -34,7 +37,9 @@ class Engine:
     length, or a callable that gets the last round's RoundStats (None at first) and returns one in [0, k_max].
     num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
-    (TokenLogprobs). on_round: called after each round.
+    (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
+    where several tokens are drafted). on_round: called after each round. on_tokens: called with a ticket and its new
+    tokens, in order.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
     request that is bad ends with finish_reason "error" and harms no other.
@@ -51,7 +56,9 @@ class Engine:
         capacity: int = 2048,
         prefill_chunk: int = 512,
         top_logprobs: int = 0,
+        rule: str = "token",
         on_round: Callable[[RoundStats], None] | None = None,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self._k = k if draft is not None else 0
         self.k_max = _check_settings(self._k, k_max, num_slots, capacity, prefill_chunk)
@@ -64,7 +71,10 @@ class Engine:
         if not 0 <= top_logprobs <= self._target.vocab_size:
             raise ValueError(f"top_logprobs is {top_logprobs}; expected 0 to {self._target.vocab_size}")
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
-        self._on_round = on_round
+        if rule not in _RULES:
+            raise ValueError(f"rule is {rule!r}; expected one of {', '.join(_RULES)}")
+        self._rule = _RULES[rule]
+        self._on_round, self._on_tokens = on_round, on_tokens
         self._state = RowState.empty(num_slots, buffer, self._target.device)
         self._slots: list[Slot | None] = [None] * num_slots
         self._queue: deque[tuple[int, Request]] = deque()
@@ -80,16 +90,19 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Decode all requests (an iterator of any length is read as slots become free); completions in order."""
         completions: dict[int, Completion] = {}
-        source, tickets = iter(requests), []
+        source = iter(requests)
+        tickets: list[int] = []
         exhausted = False
-        while not exhausted or self.has_work:
+        while not exhausted or any(ticket not in completions for ticket in tickets):
             while not exhausted and len(self._queue) < len(self._slots):
                 request = next(source, None)
                 exhausted = request is None
                 if request is not None:
                     tickets.append(self.submit(request))
             completions.update(self.step())
-        return [completions[ticket] for ticket in tickets]
+        ours = [completions.pop(ticket) for ticket in tickets]
+        self._done.extend(completions.items())  # of requests submitted before: still owed to `step`
+        return ours
 
     def submit(self, request: Request) -> int:
         """Queue a request; its ticket comes back with its completion from `step`."""
@@ -101,6 +114,23 @@ class Engine:
             failed = Completion(id=request.id, token_ids=[], finish_reason="error", error=str(error))
             self._done.append((ticket, failed))
         return ticket
+
+    @torch.inference_mode()
+    def cancel(self, ticket: int) -> bool:
+        """End a request early; `step` returns what it has so far, with finish_reason "cancelled". False when the
+        ticket is not waiting or running."""
+        for index, (waiting, request) in enumerate(self._queue):
+            if waiting == ticket:
+                del self._queue[index]
+                self._done.append((ticket, Completion(id=request.id, token_ids=[], finish_reason="cancelled")))
+                return True
+        for slot in self._slots:
+            if slot is not None and slot.ticket == ticket:
+                self._state.active_B[slot.row] = False
+                slot.finish_reason = "cancelled"
+                self._release(slot)
+                return True
+        return False
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
@@ -173,7 +203,7 @@ class Engine:
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
         timer.mark("verify")
-        packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs)
+        packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs, self._rule)
         if self._drafter is not None:
             self._drafter.roll_back(state)
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
@@ -184,6 +214,8 @@ class Engine:
         before = [slot.length for slot in slots]
         for slot, report in zip(slots, reports, strict=True):
             slot.commit(report, k)
+            if self._on_tokens is not None and report.token_ids:
+                self._on_tokens(slot.ticket, report.token_ids)
             if report.draft_bad and not slot.draft_bad:
                 slot.draft_bad = True
                 warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)

@@ -118,7 +118,7 @@ class Completion:
 
     id: str | int | None
     token_ids: list[int]
-    finish_reason: str  # "stop" | "length" | "error"
+    finish_reason: str  # "stop" | "length" | "cancelled" | "error"
     error: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     logprobs: TokenLogprobs | None = None

@@ -5,6 +5,7 @@ the first draft step and the one packed tensor that reports what happened, so th
 Shapes: B rows, K = k drafted positions, J = K + 1, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,8 @@ from specdec.model import CachedModel
 from specdec.rng import Purpose, uniforms
 from specdec.sampling import Features, constrain_logits, law_of, verify_drafts, verify_drafts_greedy
 from specdec.state import RowState
+
+Rule = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def score(state: RowState, target: CachedModel, proposal: Proposal, live: int | None) -> Tensor:
@@ -33,6 +36,7 @@ def decide(
     logits_BJV: Tensor,
     features: Features,
     top_logprobs: int = 0,
+    rule: Rule = verify_drafts,
 ) -> Tensor:
     """Apply the rule, commit, roll the target's cache back; the packed report, int64 [B, columns]."""
     J = logits_BJV.shape[1]
@@ -40,7 +44,7 @@ def decide(
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
     counts_BJV = _counts_with_drafts(state, proposal.drafts_BK) if features.penalties else None
     constrained_BJV, bad_BJ = constrain_logits(logits_BJV, state.law, positions_BJ, counts_BJV, features)
-    accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features)
+    accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features, rule)
     out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
     report = _commit(state, target, proposal, out_BJ, accepted_B, bad_BJ)
     if not top_logprobs:
@@ -56,11 +60,16 @@ def _num_drafts(state: RowState, proposal: Proposal) -> Tensor:
 
 
 def _apply_rule(
-    state: RowState, proposal: Proposal, constrained_BJV: Tensor, positions_BJ: Tensor, features: Features
+    state: RowState,
+    proposal: Proposal,
+    constrained_BJV: Tensor,
+    positions_BJ: Tensor,
+    features: Features,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor]:
     if features.all_greedy:
         return verify_drafts_greedy(proposal.drafts_BK, constrained_BJV.argmax(-1), proposal.num_drafts_B)
-    return verify_drafts(
+    return rule(
         proposal.drafts_BK,
         proposal.draft_probs_BKV,
         law_of(constrained_BJV, state.law, features),
