@@ -14,6 +14,9 @@ from typing import Any
 
 _HOMES = {
     "Engine": "specdec.engine",
+    "SpecDecoder": "specdec.decoder",
+    "Generation": "specdec.stream",
+    "Stream": "specdec.stream",
     "ModelDrafter": "specdec.drafter",
     "ParallelDrafter": "specdec.parallel",
     "NgramDrafter": "specdec.lookup",

@@ -38,8 +38,8 @@ class Engine:
     num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
     (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
-    where several tokens are drafted). on_round: called after each round. on_tokens: called with a ticket and its new
-    tokens, in order.
+    where several tokens are drafted). on_round: called after each round. on_tokens: called with a ticket, its new
+    tokens, and how many of them (the first ones) are accepted drafts.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
     request that is bad ends with finish_reason "error" and harms no other.
@@ -58,7 +58,7 @@ class Engine:
         top_logprobs: int = 0,
         rule: str = "token",
         on_round: Callable[[RoundStats], None] | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
         self._k = k if draft is not None else 0
         self.k_max = _check_settings(self._k, k_max, num_slots, capacity, prefill_chunk)
@@ -82,6 +82,11 @@ class Engine:
         self._tickets = 0
         self._last_round: RoundStats | None = None
         self.stats = AcceptanceStats()
+
+    @property
+    def vocab_size(self) -> int:
+        """Output ids of the target, padding included."""
+        return self._target.vocab_size
 
     @property
     def has_work(self) -> bool:
@@ -215,7 +220,7 @@ class Engine:
         for slot, report in zip(slots, reports, strict=True):
             slot.commit(report, k)
             if self._on_tokens is not None and report.token_ids:
-                self._on_tokens(slot.ticket, report.token_ids)
+                self._on_tokens(slot.ticket, report.token_ids, report.accepted)
             if report.draft_bad and not slot.draft_bad:
                 slot.draft_bad = True
                 warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)

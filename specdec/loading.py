@@ -1,0 +1,93 @@
+"""Targets and drafts by name: a local folder, a hub id, a loaded model, or a drafter that needs no model."""
+
+import logging
+from os import PathLike
+from typing import Any, TypeAlias
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specdec.drafter import Drafter, ModelDrafter
+from specdec.lookup import NgramDrafter
+from specdec.pruned import is_pruned, load_pruned
+from specdec.suffix import SuffixDrafter
+from specdec.vocab import intersection_map
+
+logger = logging.getLogger(__name__)
+Source: TypeAlias = str | PathLike[str]
+DraftSource: TypeAlias = Source | PreTrainedModel | Drafter | None
+_WITHOUT_MODEL = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+
+
+def load_target(
+    source: Source | PreTrainedModel, tokenizer: Any, *, dtype: Any, device: Any
+) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer; a loaded model stays on its device unless another is named."""
+    if isinstance(source, PreTrainedModel):
+        if tokenizer is None:
+            raise ValueError("the target is a loaded model, so its tokenizer is needed too: pass tokenizer=...")
+        return (source if device is None else source.to(device)), tokenizer
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{str(source)!r} holds no tokenizer; expected one beside the model, or pass tokenizer=...")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return _model(source, dtype, device), tokenizer
+
+
+def load_draft(
+    source: DraftSource, draft_tokenizer: Any, *, target: PreTrainedModel, tokenizer: Any, dtype: Any
+) -> Drafter | None:
+    """What Engine takes as a draft. A model whose tokens have other ids than the target's proposes those that both
+    have, which the log says."""
+    if isinstance(source, str) and source in _WITHOUT_MODEL:
+        return _WITHOUT_MODEL[source]()
+    if isinstance(source, PreTrainedModel):
+        return _model_drafter(source, draft_tokenizer, target, tokenizer)
+    if not isinstance(source, str | PathLike):
+        return source
+    if is_pruned(source):
+        return load_pruned(source, target_size=_size(target), dtype=dtype, device=target.device)
+    model = _model(source, dtype, target.device)
+    return _model_drafter(model, draft_tokenizer or _tokenizer(source), target, tokenizer)
+
+
+def _model_drafter(model: PreTrainedModel, draft_tokenizer: Any, target: PreTrainedModel, tokenizer: Any) -> Drafter:
+    target_size, draft_size = _size(target), _size(model)
+    same = draft_tokenizer is None or draft_tokenizer.get_vocab() == tokenizer.get_vocab()
+    if target_size == draft_size and same:
+        return ModelDrafter(model)
+    if draft_tokenizer is None:
+        raise ValueError(
+            f"vocabularies differ (target {target_size} tokens, draft {draft_size}) and the draft has no tokenizer; "
+            f"expected one, to find the tokens that both have: put it beside the model, or pass draft_tokenizer=..."
+        )
+    vocabulary = intersection_map(tokenizer, draft_tokenizer, target_size=target_size, draft_size=draft_size)
+    message = "the draft has another vocabulary: it proposes the %d of the target's %d tokens that both have"
+    logger.warning(message, vocabulary.shared, target_size)
+    return ModelDrafter(model, vocabulary=vocabulary)
+
+
+def _size(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _model(source: Source, dtype: Any, device: Any) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    except OSError as error:
+        raise _not_loadable(source, error) from error
+
+
+def _tokenizer(source: Source) -> Any:
+    """None where there is none: transformers then makes one with an empty vocabulary."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        raise _not_loadable(source, error) from error
+    return tokenizer if len(tokenizer.get_vocab()) > 1 else None
+
+
+def _not_loadable(source: Source, error: Exception) -> ValueError:
+    reason = str(error).strip().split("\n")[0]
+    return ValueError(f"cannot load {str(source)!r}: {reason} Expected a local folder with a model, or a hub id")
