@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from bench.cells import measure_cell
+from bench.lossless import run_g1
+from bench.lossless_report import format_table, g1_gate
+from bench.lossless_suites import demo_suites
 from bench.measure import Workload
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config, PromptSource
@@ -84,3 +87,9 @@ class Bench:
             "prompt_set": prompt_set,
         }
         return names | row
+
+    def g1(self) -> dict[str, Any]:
+        """Gate G1: the enumerated law of tiny models, on the CPU in float64 (the models' size is not its subject)."""
+        rows = run_g1(demo_suites(), samples=self.bench.law_samples, seed=self.bench.seed)
+        print(format_table(rows))
+        return {"rows": rows, "gate": g1_gate(rows)}
