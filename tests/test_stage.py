@@ -27,6 +27,7 @@ from toy_stage import (
     outputs,
     toy_config,
     unit_name,
+    write_to_full_disk,
 )
 
 from pipeline import manifest, stage
@@ -346,10 +347,8 @@ def test_too_little_free_space_is_said_before_the_work(data_root: Path) -> None:
 
 
 def full_disk(ctx: stage.StageContext, number: int) -> None:
-    """The kernel's own answer of a full disk."""
     if number == 2:
-        with Path("/dev/full").open("wb", buffering=0) as stream:
-            stream.write(b"x")
+        write_to_full_disk()
 
 
 def test_a_full_disk_is_said_and_costs_one_unit(data_root: Path) -> None:
