@@ -82,7 +82,7 @@ def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> N
 def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
     """Join the units, print the table and the gates."""
     from bench.results import read_result, write_result
-    from bench.tables import gate_table, speed_table, to_text
+    from bench.tables import TIMES, gate_table, speed_table, to_text
 
     units = {name: _read(ctx.folder / name) for name in names}
     rows = [row for unit in units.values() for row in unit["rows"]]
@@ -96,7 +96,8 @@ def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
         started=str(ctx.shards.header["started"]),
     )
     ctx.publish(ctx.tmp(RESULT), RESULT, validate=read_result, rows=len(rows))
-    print(f"{to_text(speed_table(result))}\n\n{to_text(gate_table(result))}\n\n{ctx.folder / RESULT}")
+    print(f"\n{to_text(speed_table(result).drop(columns=TIMES))}\n\n{to_text(gate_table(result))}\n")
+    print(ctx.folder / RESULT)
     return {"rows": len(rows), "gates": {name: record["state"] for name, record in gates.items()}}
 
 

@@ -173,6 +173,7 @@ def test_rows_of_a_cell(pair: tuple[Any, Any]) -> None:
     ]
     plain, other, _, drafted = rows
     assert plain["speedup"] == 1.0
+    assert "speedup_ci" not in plain
     assert "speedup" not in other
     assert plain["tokens_per_round"] == 1.0
     assert drafted["speedup"] == pytest.approx(drafted["tokens_per_s"] / plain["tokens_per_s"], rel=0.5)
