@@ -80,6 +80,10 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
         "tokens": whole.tokens,
         "full_rounds": len(whole.rounds),
     }
+    if workload.temperature == 0:
+        plain = sum(baseline[1:], baseline[0])
+        values["texts"] = len(whole.texts)
+        values["texts_as_plain"] = sum(a == b for a, b in zip(whole.texts, plain.texts, strict=True))
     values |= summarise("tokens_per_s", [measure.tokens_per_s(each) for each in passes])
     values |= summarise("tokens_per_s_wall", [measure.tokens_per_s_wall(each) for each in passes])
     if label.engine == "specdec":

@@ -18,7 +18,7 @@ import torch
 from bench import cells, measure
 from bench.bench_engine import RESULT, STAGE, body
 from bench.cells import Label, alpha_interval, measure_cell, median_interval
-from bench.grid import Bench
+from bench.grid import Bench, with_own_pair
 from bench.measure import EngineVariant, Pass, TransformersVariant, Workload
 from bench.results import gate, read_result
 from bench.tiny_models import tiny_model
@@ -71,7 +71,7 @@ def test_only_full_rounds_count_and_every_pass_has_some(pair: tuple[Any, Any]) -
 
 def test_tokens_per_second_is_tokens_over_time_of_full_rounds() -> None:
     rounds = [round_stats(), round_stats(tokens=2, total_s=0.04)]
-    measured = Pass(requests=2, tokens=100, wall_s=2.0, rounds=rounds)
+    measured = Pass(texts=[[0] * 50] * 2, wall_s=2.0, rounds=rounds)
     assert measure.tokens_per_s(measured) == pytest.approx(6 / 0.12)
     assert measure.tokens_per_s_wall(measured) == 50
     times = measure.round_times_ms(measured)
@@ -99,7 +99,7 @@ class Recorder:
 
     def run(self, requests: Sequence[Request]) -> Pass:
         self.log.append(self.name)
-        return Pass(requests=len(requests), tokens=100, wall_s=1.0 + 0.1 * len(self.log))
+        return Pass(texts=[[0] * 50] * 2, wall_s=1.0 + 0.1 * len(self.log))
 
 
 def test_a_steady_drift_of_the_machine_cancels() -> None:
@@ -205,7 +205,7 @@ def test_a_failed_request_and_a_batch_that_never_fills_are_errors(pair: tuple[An
     variant = EngineVariant(pair[0], None, k=0, batch=2, capacity=4)
     with pytest.raises(ValueError, match=r"benchmark prompt 0: .*capacity is 4"):
         variant.run(WORKLOAD.requests(0, 0))
-    idle = Pass(requests=1, tokens=1, wall_s=1.0)
+    idle = Pass(texts=[[1]], wall_s=1.0)
     with pytest.raises(ValueError, match="in no round were all 2 slots decoding"):
         cells.row(Label(engine="specdec", drafter="none", k=0), WORKLOAD, [idle], [idle])
 
@@ -216,7 +216,8 @@ def test_transformers_tokens_are_those_up_to_the_stop(pair: tuple[Any, Any]) -> 
     greedy = replace(WORKLOAD, temperature=0.0, max_tokens=12, stop_ids=(5, 7, 9, 11))
     ours = EngineVariant(target, None, k=0, batch=2, capacity=greedy.longest).run(greedy.requests(0, 0))
     theirs = TransformersVariant(target, batch=2).run(greedy.requests(0, 0))
-    assert ours.tokens == theirs.tokens < 12 * len(greedy.requests(0, 0))
+    assert ours.texts == theirs.texts
+    assert ours.tokens < 12 * len(greedy.requests(0, 0))
 
 
 def test_chat_prompts_and_stop_ids(data_root: Path) -> None:
@@ -230,7 +231,18 @@ def test_chat_prompts_and_stop_ids(data_root: Path) -> None:
         encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
 
 
-SMALL = ("bench_engine.law_samples=200", "bench_engine.batches=[2]")
+@pytest.mark.parametrize(
+    "dtype, same, state", [("float32", 8, "pass"), ("float32", 7, "fail"), ("bfloat16", 7, "pass")]
+)
+def test_a_greedy_text_that_differs_fails_g2_where_numerics_are_exact(dtype: str, same: int, state: str) -> None:
+    rows = [{"texts": 8, "texts_as_plain": 8, "dtype": dtype}, {"texts": 8, "texts_as_plain": same, "dtype": dtype}]
+    judged = with_own_pair(gate("pass", value=1.0, limit=1.0, reason="tiny"), rows)
+    assert judged["state"] == state
+    assert f"{8 + same} of 16" in judged["reason"]
+    assert judged["value"] == (1.0 if state == "pass" else 15 / 16)
+
+
+SMALL = ("bench_engine.law_samples=200", "bench_engine.greedy_ks=[2]", "bench_engine.batches=[2]")
 
 
 def run(*overrides: str, force: bool = False) -> dict[str, Any]:
@@ -255,6 +267,9 @@ def test_the_stage_measures_the_whole_grid_and_says_so(data_root: Path, capsys: 
     }
     assert {row["draft"] for row in rows if row["drafter"] == "model"} == {"keep_layers=2"}
     assert result["gates"].keys() == {"G1", "G2"}
+    greedy = [row for row in rows if row["temperature"] == 0]
+    assert len(greedy) == 4
+    assert all(row["texts_as_plain"] == row["texts"] == 8 for row in greedy)
     printed = capsys.readouterr().out
     assert "speed vs k=0" in printed
     assert "tokens a round" in printed
@@ -266,7 +281,7 @@ def test_finished_cells_are_kept_and_changes_refused(data_root: Path, monkeypatc
     measured: list[float] = []
     real = Bench.cell
 
-    def failing(self: Bench, source: Any, temperature: float, batch: int) -> list[dict[str, Any]]:
+    def failing(self: Bench, source: Any, temperature: float, batch: int) -> dict[str, Any]:
         measured.append(temperature)
         if measured == [0.0, 1.0]:
             raise KeyboardInterrupt
@@ -296,7 +311,8 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     command = [sys.executable, "-m", "bench.bench_engine", "--config", str(CONFIG), *settings]
     folder = data_root / "tiny" / STAGE.name
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    while process.poll() is None and not list(folder.glob("cell-*.json")):
+    record = folder / "progress.jsonl"
+    while process.poll() is None and not (record.exists() and "cell-" in record.read_text()):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
