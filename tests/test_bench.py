@@ -305,6 +305,7 @@ def test_a_prompt_too_long_for_the_bench_is_named(data_root: Path, tmp_path: Pat
         run(f'bench_engine.prompts=[{{name: long, source: "jsonl:{tmp_path}/p.jsonl", limit: 1}}]')
 
 
+@pytest.mark.slow
 def test_kill_9_costs_one_unit(data_root: Path) -> None:
     """With the real gates, from the command line; the result of a stopped run is as complete as any."""
     settings = [option for override in SMALL for option in ("--set", override)]
