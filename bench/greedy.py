@@ -17,6 +17,10 @@ from transformers import PreTrainedModel
 from bench.lossless import cycling
 from bench.results import gate
 from bench.tiny_models import FAMILIES, noisy_copy, tiny_model
+from data.common import encode_prompt, stop_ids_of
+from pipeline.config import Config
+from pipeline.models import load_draft, load_target, load_tokenizer
+from pipeline.sources import load_prompts
 from specdec import Completion, Engine, Request, SamplingParams
 
 MIN_EVENTS = 50
@@ -33,7 +37,7 @@ class GreedyCase:
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
-    num_slots: int = 8
+    num_slots: int = 16
 
 
 def run_g2(
@@ -111,6 +115,23 @@ def transformers_greedy(case: GreedyCase, batch: int = 16) -> Texts:
 def _until_stop(tokens: list[int], stop_ids: tuple[int, ...]) -> list[int]:
     ends = [index for index, token in enumerate(tokens) if token in stop_ids]
     return tokens[: ends[0] + 1] if ends else tokens
+
+
+def config_case(config: Config, *, prompts: int = 16, max_tokens: int = 48, device: str = "cpu") -> GreedyCase:
+    """The config's own pair in float32, continuing `prompts` prompts of its bench's sets (as many from each)."""
+    target = load_target(config.models, device, "float32")
+    tokenizer = load_tokenizer(config.models)
+    sources = config.bench_engine.prompts
+    each = -(-prompts // len(sources))
+    loaded = [p for s in sources for p in load_prompts(s.name, s.source, each, config.bench_engine.seed)]
+    return GreedyCase(
+        name=config.models.target,
+        target=target,
+        draft=load_draft(config.models, target, device, "float32"),
+        prompts=[encode_prompt(tokenizer, prompt.messages) for prompt in loaded],
+        max_tokens=max_tokens,
+        stop_ids=stop_ids_of(target, tokenizer),
+    )
 
 
 def tiny_case(family: str, *, prompts: int = 16, max_tokens: int = 24) -> GreedyCase:
