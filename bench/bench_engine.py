@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,9 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
     """Make the cells and gates that are missing, then result.json from all of them."""
     from bench.grid import Bench
 
-    grid = cells(ctx.config)
     bench = Bench(ctx.config, ctx.check_stop)
     units: dict[str, Callable[[], Mapping[str, Any]]] = {
-        cell.file: lambda cell=cell: {"rows": bench.cell(cell.prompts, cell.temperature, cell.batch)} for cell in grid
+        cell.file: partial(bench.cell, cell.prompts, cell.temperature, cell.batch) for cell in cells(ctx.config)
     }
     units |= {"gate-G1.json": bench.g1, "gate-G2.json": bench.g2}
     finished = [name for name in units if name in ctx.shards]
@@ -81,12 +81,14 @@ def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> N
 
 def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
     """Join the units, print the table and the gates."""
+    from bench.grid import with_own_pair
     from bench.results import read_result, write_result
-    from bench.tables import gate_table, speed_table, to_text
+    from bench.tables import TIMES, gate_table, speed_table, to_text
 
     units = {name: _read(ctx.folder / name) for name in names}
     rows = [row for unit in units.values() for row in unit["rows"]]
     gates = {name[5:7]: unit["gate"] for name, unit in units.items() if "gate" in unit}
+    gates["G2"] = with_own_pair(gates["G2"], rows)
     result = write_result(
         ctx.tmp(RESULT),
         stage=ctx.stage,
@@ -96,7 +98,8 @@ def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
         started=str(ctx.shards.header["started"]),
     )
     ctx.publish(ctx.tmp(RESULT), RESULT, validate=read_result, rows=len(rows))
-    print(f"{to_text(speed_table(result))}\n\n{to_text(gate_table(result))}\n\n{ctx.folder / RESULT}")
+    print(f"\n{to_text(speed_table(result).drop(columns=TIMES))}\n\n{to_text(gate_table(result))}\n")
+    print(ctx.folder / RESULT)
     return {"rows": len(rows), "gates": {name: record["state"] for name, record in gates.items()}}
 
 

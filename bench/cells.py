@@ -80,21 +80,30 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
         "tokens": whole.tokens,
         "full_rounds": len(whole.rounds),
     }
+    if workload.temperature == 0:
+        plain = sum(baseline[1:], baseline[0])
+        values["texts"] = len(whole.texts)
+        values["texts_as_plain"] = sum(a == b for a, b in zip(whole.texts, plain.texts, strict=True))
     values |= summarise("tokens_per_s", [measure.tokens_per_s(each) for each in passes])
     values |= summarise("tokens_per_s_wall", [measure.tokens_per_s_wall(each) for each in passes])
     if label.engine == "specdec":
         values |= _engine_values(passes, baseline)
+        values |= {"speedup": 1.0} if passes is baseline else _speedup(passes, baseline)
         values |= acceptance_values(whole.acceptance)
     values["ci_level"] = round(median_interval([0.0] * len(passes))[2], 4) if len(passes) > 1 else None
     return values
 
 
-def _engine_values(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
+def _speedup(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
+    """Ratios within each repeat, as what disturbs a repeat disturbs both."""
     ratios = [
         measure.tokens_per_s(mine) / measure.tokens_per_s(plain) for mine, plain in zip(passes, baseline, strict=True)
     ]
-    values = summarise("speedup", ratios)
-    values |= summarise("target_step_ms", [measure.round_times_ms(plain)["verify_ms"] for plain in baseline])
+    return summarise("speedup", ratios)
+
+
+def _engine_values(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
+    values = summarise("target_step_ms", [measure.round_times_ms(plain)["verify_ms"] for plain in baseline])
     times = [measure.round_times_ms(each) for each in passes]
     for name in times[0]:
         values |= summarise(name, [each[name] for each in times])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from bench.cells import measure_cell
+from bench.greedy import g2_gate, run_g2, tiny_cases
+from bench.lossless import run_g1
+from bench.lossless_report import format_table, g1_gate
+from bench.lossless_suites import demo_suites
 from bench.measure import Workload
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config, PromptSource
 from pipeline.models import load_draft, load_target, load_tokenizer
 from pipeline.sources import load_prompts
+
+EXACT_DTYPES = ("float32", "float64")
 
 
 class Bench:
@@ -55,8 +61,8 @@ class Bench:
             encoded.append(ids)
         return encoded
 
-    def cell(self, source: PromptSource, temperature: float, batch: int) -> list[dict[str, Any]]:
-        """Rows of one cell: k = 0, transformers, and the draft at each k."""
+    def cell(self, source: PromptSource, temperature: float, batch: int) -> dict[str, Any]:
+        """One cell's {"rows"}: k = 0, transformers, and the draft at each k."""
         workload = Workload(
             prompts=self.prompt_ids(source),
             batch=batch,
@@ -74,7 +80,7 @@ class Bench:
             repeats=self.bench.repeats,
             check_stop=self.check_stop,
         )
-        return [self._named(row, source.name) for row in rows]
+        return {"rows": [self._named(row, source.name) for row in rows]}
 
     def _named(self, row: dict[str, Any], prompt_set: str) -> dict[str, Any]:
         names = {
@@ -84,3 +90,29 @@ class Bench:
             "prompt_set": prompt_set,
         }
         return names | row
+
+    def g1(self) -> dict[str, Any]:
+        """Gate G1: the enumerated law of tiny models, on the CPU in float64 (the models' size is not its subject)."""
+        rows = run_g1(demo_suites(), samples=self.bench.law_samples, seed=self.bench.seed)
+        print(format_table(rows))
+        return {"rows": rows, "gate": g1_gate(rows)}
+
+    def g2(self) -> dict[str, Any]:
+        """Gate G2 on tiny models of every family; `with_own_pair` adds what the cells saw of the config's own."""
+        rows = run_g2(tiny_cases(), ks=self.bench.greedy_ks)
+        return {"rows": rows, "gate": g2_gate(rows)}
+
+
+def with_own_pair(gate: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """G2 with the cells' greedy texts: each must be the one of k = 0, by the engine at every k and by transformers.
+
+    Only in float32 or float64: in lower precision near-ties flip, and the count is shown without being judged.
+    """
+    greedy = [row for row in rows if "texts_as_plain" in row]
+    if not greedy:
+        return dict(gate)
+    texts, same = sum(row["texts"] for row in greedy), sum(row["texts_as_plain"] for row in greedy)
+    told = f"{same} of {texts} greedy texts of the measured pair ({greedy[0]['dtype']}) are those of k = 0"
+    if same == texts or greedy[0]["dtype"] not in EXACT_DTYPES:
+        return dict(gate) | {"reason": f"{gate['reason']}; {told}"}
+    return dict(gate) | {"state": "fail", "value": min(gate["value"] or 0.0, same / texts), "reason": told}

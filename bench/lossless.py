@@ -56,6 +56,7 @@ class Suite:
     num_slots: int = 1024
     in_step: bool = False
     draft_changes: dict[str, Any] = field(default_factory=dict)
+    spare_capacity: int = 0
 
     @property
     def k_label(self) -> str:
@@ -103,7 +104,7 @@ def build_engine(suite: Suite, num_requests: int) -> Engine:
         k=suite.ks[0] if len(suite.ks) == 1 else cycling(suite.ks),
         k_max=max(suite.ks),
         num_slots=num_requests if suite.in_step else min(suite.num_slots, max(1, num_requests // 3)),
-        capacity=longest,
+        capacity=longest + suite.spare_capacity,
         prefill_chunk=longest if suite.in_step else 4,
     )
 
@@ -170,10 +171,11 @@ def _expected_alpha(suite: Suite, case: Case, target: Oracle, draft: Oracle) -> 
 
 
 def _windows(case: Case, cells: np.ndarray) -> dict[str, np.ndarray]:
-    """A law, or counts, over the first `depth` tokens, reduced to the first token and to the window."""
+    """A law, or counts, over the first `depth` tokens, reduced to the first token and to the two windows."""
     before = case.depth - case.window
     return {
         "token 1": cells.sum(axis=tuple(range(1, case.depth))),
+        f"tokens 1-{case.window}": cells.sum(axis=tuple(range(case.window, case.depth))),
         f"tokens {before + 1}-{case.depth}": cells.sum(axis=tuple(range(before))),
     }
 

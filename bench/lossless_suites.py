@@ -15,18 +15,21 @@ from specdec import SamplingParams
 
 _PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6}
 _TEMPERATURES = (0.6, 1.0, 1.4)
-# Prompts of different length; the numbers have no meaning.
-_PROMPTS = ((3,), (1, 0, 2, 3, 1), (2, 2), (0, 1, 3, 3, 0, 2, 1, 1, 0), (1, 2, 3), (3, 0, 3, 1, 2, 0, 0))
+# Prompts of different length and content; the numbers have no meaning and are taken modulo the vocabulary.
+_PROMPTS = ((3,), (1, 0, 6, 3, 1), (2, 7), (4, 1, 3, 3, 0, 2, 1, 5, 0), (1, 2, 3), (7, 0, 3, 5, 6, 0, 0))
 
 
-def make_case(index: int, *, max_tokens: int = 4, depth: int = 3, window: int = 3, **changes: Any) -> Case:
+def make_case(
+    index: int, *, vocab: int = 8, max_tokens: int = 4, depth: int = 4, window: int = 3, **changes: Any
+) -> Case:
     """A case named after what it changes; its prompt depends on `index`."""
     params = SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, **changes})
     shown = [("T", params.temperature)] + [
         (_SHORT.get(key, key), value) for key, value in changes.items() if key != "temperature"
     ]
     name = " ".join(f"{key}={_text(value)}" for key, value in shown)
-    return Case(name=name, prompt=_PROMPTS[index % len(_PROMPTS)], params=params, depth=depth, window=window)
+    prompt = tuple(token % vocab for token in _PROMPTS[index % len(_PROMPTS)])
+    return Case(name=name, prompt=prompt, params=params, depth=depth, window=window)
 
 
 _SHORT = {"repetition_penalty": "rep", "presence_penalty": "pres", "frequency_penalty": "freq"}
@@ -84,7 +87,7 @@ def ending_suite() -> Suite:
 def deep_suite(k: int = 4) -> Suite:
     """The joint law of tokens 4 to 6: several rounds, rejections and rollbacks lie before them."""
     target = tiny_model("qwen2", vocab=4, layers=2, seed=5)
-    shape: dict[str, Any] = {"max_tokens": 6, "depth": 6}
+    shape: dict[str, Any] = {"vocab": 4, "max_tokens": 6, "depth": 6}
     cases = (make_case(4, **shape), make_case(1, temperature=0.6, frequency_penalty=0.7, **shape))
     return Suite(name="deep", target=target, draft=noisy_copy(target, noise=0.3, seed=6), ks=(k,), cases=cases)
 
@@ -92,7 +95,7 @@ def deep_suite(k: int = 4) -> Suite:
 def wide_suite(family: str, k: int) -> Suite:
     """32 tokens: the law of the first, and the joint law of the first two."""
     target = tiny_model(family, vocab=32, layers=2, seed=7)
-    shape: dict[str, Any] = {"max_tokens": 3, "depth": 2, "window": 2}
+    shape: dict[str, Any] = {"vocab": 32, "max_tokens": 3, "depth": 2, "window": 2}
     cases = tuple(
         make_case(i, temperature=t, top_p=p, **shape) for i, (t, p) in enumerate([(0.6, 1.0), (1.0, 0.9), (1.4, 1.0)])
     )

@@ -63,18 +63,21 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One timed pass: `rounds` are the full ones; `acceptance` is (prompt index, statistics) a request."""
+    """One timed pass: `texts` are the completions' ids; `rounds` are the full ones; `acceptance` is (prompt index,
+    statistics) a request."""
 
-    requests: int
-    tokens: int
+    texts: Sequence[list[int]]
     wall_s: float
     rounds: Sequence[RoundStats] = ()
     acceptance: Sequence[tuple[int, AcceptanceStats]] = ()
 
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(
-            requests=self.requests + other.requests,
-            tokens=self.tokens + other.tokens,
+            texts=[*self.texts, *other.texts],
             wall_s=self.wall_s + other.wall_s,
             rounds=[*self.rounds, *other.rounds],
             acceptance=[*self.acceptance, *other.acceptance],
@@ -105,8 +108,7 @@ class EngineVariant:
         wall_s = time.perf_counter() - start
         _raise_if_failed(completions)
         return Pass(
-            requests=len(requests),
-            tokens=sum(len(completion.token_ids) for completion in completions),
+            texts=[completion.token_ids for completion in completions],
             wall_s=wall_s,
             rounds=[stats for stats in self.seen if stats.rows == self.batch],
             acceptance=[(int(completion.id or 0), completion.stats) for completion in completions],
@@ -121,12 +123,14 @@ class TransformersVariant:
 
     def run(self, requests: Sequence[Request]) -> Pass:
         start = time.perf_counter()
-        tokens = sum(self._batch(requests[i : i + self.batch]) for i in range(0, len(requests), self.batch))
-        return Pass(requests=len(requests), tokens=tokens, wall_s=time.perf_counter() - start)
+        texts = [
+            text for i in range(0, len(requests), self.batch) for text in self._batch(requests[i : i + self.batch])
+        ]
+        return Pass(texts=texts, wall_s=time.perf_counter() - start)
 
     @torch.inference_mode()
-    def _batch(self, requests: Sequence[Request]) -> int:
-        """Decode one batch; the number of tokens up to and including each row's stop id."""
+    def _batch(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Decode one batch; each row's tokens up to and including its stop id."""
         params, length = requests[0].params, max(len(request.prompt_ids) for request in requests)
         pad = params.stop_ids[0] if params.stop_ids else 0
         rows = [[pad] * (length - len(request.prompt_ids)) + list(request.prompt_ids) for request in requests]
@@ -141,7 +145,7 @@ class TransformersVariant:
             pad_token_id=pad,
             **_hf_sampling(params.temperature),
         )
-        return sum(_length(row, params.stop_ids) for row in output[:, length:].tolist())
+        return [row[: _length(row, params.stop_ids)] for row in output[:, length:].tolist()]
 
 
 def warm_up(variants: Sequence[Variant], workload: Workload, check_stop: Callable[[], None]) -> None:
@@ -201,7 +205,7 @@ def round_times_ms(measured: Pass) -> dict[str, float]:
 
 def mean_context(workload: Workload, measured: Pass) -> float:
     """Tokens in a row's cache half way through its completion, mean over requests."""
-    return mean(len(prompt) for prompt in workload.prompts) + measured.tokens / measured.requests / 2
+    return mean(len(prompt) for prompt in workload.prompts) + measured.tokens / len(measured.texts) / 2
 
 
 def _raise_if_failed(completions: Sequence[Completion]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+TIMES = ["draft step ms", "verify ms", "overhead ms"]  # columns that a narrow terminal can do without
 _NOTHING = "-"
 
 
@@ -48,7 +49,7 @@ def gate_table(result: Mapping[str, Any]) -> pd.DataFrame:
 def evidence_table(result: Mapping[str, Any], gate: str) -> pd.DataFrame:
     """The rows that a gate was judged by, with all their columns."""
     rows = [row for row in result["rows"] if row.get("gate") == gate]
-    columns = [name for name in (rows[0] if rows else ()) if name != "gate"]
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "gate"]
     return pd.DataFrame({name: [_number(row.get(name)) for row in rows] for name in columns})
 
 
@@ -85,7 +86,7 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
 
 def _number(value: Any) -> str:
     """Three significant digits, all digits of a whole part; texts as they are."""
-    if value is None:
+    if value is None or value != value:
         return _NOTHING
     if isinstance(value, bool | str):
         return str(value)

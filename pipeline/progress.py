@@ -32,14 +32,15 @@ class Progress:
         self.stream = stream or sys.stderr
         self.terminal = self.stream.isatty()
         self.clock, self.began = clock, clock()
-        self.shown = self.began
+        self.shown, self.shown_done = self.began, -1
         self.width = 0
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show()
+        if self.shown_done != self.done:
+            self._show()
         if self.terminal:
             self.stream.write("\n")
             self.stream.flush()
@@ -60,6 +61,7 @@ class Progress:
         return f"{self.label} {self.done}/{self.total} {self.unit}, {rate:.3g} {self.unit}/s, {left}"
 
     def _show(self) -> None:
+        self.shown_done = self.done
         if not self.terminal:
             print(self.text(), file=self.stream, flush=True)
             return

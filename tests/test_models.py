@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_stage import write_to_full_disk
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
 from pipeline import drafts, gguf_models, local_models, models, tiny, weights
@@ -160,8 +161,7 @@ def test_revision_changes_with_the_weights_shape_and_config(tiny_copy: Path) -> 
 def test_a_failed_making_leaves_nothing_and_a_full_disk_is_said(data_root: Path) -> None:
     def fill(folder: Path) -> None:
         (folder / "part").write_bytes(b"x")
-        with Path("/dev/full").open("wb", buffering=0) as stream:
-            stream.write(b"x")
+        write_to_full_disk()
 
     with pytest.raises(ValueError, match=r"the disk is full while making .*some-model"):
         local_models.make_once("some-model", fill)

@@ -27,6 +27,7 @@ from toy_stage import (
     outputs,
     toy_config,
     unit_name,
+    write_to_full_disk,
 )
 
 from pipeline import manifest, stage
@@ -346,10 +347,8 @@ def test_too_little_free_space_is_said_before_the_work(data_root: Path) -> None:
 
 
 def full_disk(ctx: stage.StageContext, number: int) -> None:
-    """The kernel's own answer of a full disk."""
     if number == 2:
-        with Path("/dev/full").open("wb", buffering=0) as stream:
-            stream.write(b"x")
+        write_to_full_disk()
 
 
 def test_a_full_disk_is_said_and_costs_one_unit(data_root: Path) -> None:
@@ -449,13 +448,12 @@ def test_progress_in_a_log_is_a_line_every_30_seconds() -> None:
     assert lines == [
         "toy 5/10 shards, 0.0968 shards/s, 52 s left",
         "toy 7/10 shards, 0.0806 shards/s, 37 s left",
-        "toy 7/10 shards, 0.0806 shards/s, 37 s left",
     ]
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:
     text = progress_output(Terminal(), [1, 2, 3])
-    assert text.count("\r") == 4
+    assert text.count("\r") == 3
     assert text.endswith("\n")
     assert "[############............] toy 5/10 shards, 1 shards/s, 5 s left" in text
 

@@ -55,6 +55,15 @@ class ToyBody:
             raise ValueError(f"{path.name}: got {path.stat().st_size} bytes, expected 2048")
 
 
+def write_to_full_disk() -> None:
+    """The kernel's own answer of a full disk. Opened without O_CREAT: where the device is missing nothing is made."""
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.write(descriptor, b"x")
+    finally:
+        os.close(descriptor)
+
+
 def outputs(folder: Path) -> dict[str, bytes]:
     """The unit files by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("unit-*"))}
