@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from specdec import engine, feed, kvcache, rng, sampling, slots, state, stats
+from specdec import drafter, engine, feed, kvcache, rng, sampling, slots, state, stats
 from specdec import round as rounds
 
 Edit = tuple[Callable[..., Any], str, str]
@@ -66,7 +66,8 @@ def _fault(name: str, symptom: str, *edits: Edit) -> Fault:
     return Fault(name=name, symptom=symptom, edits=edits)
 
 
-_DRAW, _RULE = rounds._draw, rounds._apply_rule
+_PROPOSE, _DRAW, _RULE = drafter.ModelDrafter.propose, drafter.ModelDrafter._draw, rounds._apply_rule
+_FIRST_STEP = "last_tokens(state, self.window), lengths_B - self.window"
 _Q_LAW = "law_of(constrained_B1V, state.law, features)"
 _P_LAW = "law_of(constrained_BJV, state.law, features)"
 
@@ -110,7 +111,7 @@ LAW = (
     _fault(
         "q of the next position",
         "acceptance and residual use probabilities of another context",
-        (rounds.propose, "torch.stack(laws, 1)", "torch.stack(laws, 1).roll(-1, 1)"),
+        (_PROPOSE, "torch.stack(laws, 1)", "torch.stack(laws, 1).roll(-1, 1)"),
     ),
     _fault(
         "p of the next position",
@@ -131,7 +132,7 @@ LAW = (
     _fault(
         "top-p without renormalising",
         "top-p after top-k cuts by probabilities from before it: filtered, but not as asked",
-        (sampling._keep_top_p, "sorted_BJV.softmax(-1)", "(sorted_BJV.softmax(-1) * 0.8)"),
+        (sampling._keep_top_p, "before_BJV < top_p_B", "0.8 * before_BJV < top_p_B"),
     ),
     _fault(
         "p without allowed ids",
@@ -193,19 +194,19 @@ LAW = (
         "late veto",
         "a draft token dropped after it is sampled because its own q is low: unlikely tokens become rarer",
         (
-            rounds.propose,
-            "num_drafts_B=room_B.clamp(0, k)",
-            "num_drafts_B=torch.minimum(room_B.clamp(0, k), (torch.stack(laws, 1).gather(-1, torch.stack(drafts, 1)"
-            ".unsqueeze(-1)).squeeze(-1) > 0.3).long().cumprod(1).sum(1))",
+            _PROPOSE,
+            "num_drafts_B=torch.minimum(usable_B, ",
+            "num_drafts_B=torch.minimum(torch.minimum(usable_B, (torch.stack(laws, 1).gather(-1, torch.stack(drafts, 1)"
+            ".unsqueeze(-1)).squeeze(-1) > 0.3).long().cumprod(1).sum(1)), ",
         ),
     ),
     _fault(
         "phantom drafts with a real q",
         "the last draft is read from a buffer of an earlier round, its q from this one",
         (
-            rounds.propose,
+            _PROPOSE,
             "drafts_BK=torch.stack(drafts, 1)",
-            "drafts_BK=torch.stack([*drafts[:-1], _last_tokens(state, 1).squeeze(1)], 1)",
+            "drafts_BK=torch.stack([*drafts[:-1], last_tokens(state, 1).squeeze(1)], 1)",
         ),
     ),
     _fault(
@@ -291,7 +292,7 @@ LAW = (
     _fault(
         "text past max_tokens",
         "a round commits more tokens than the request asked for",
-        (rounds.propose, "state.limit_B - lengths_B - 1", "lengths_B + k"),
+        (rounds._num_drafts, "state.limit_B - state.lengths_B - 1", "state.lengths_B + 1000"),
     ),
     _fault(
         "min_tokens ignored by p",
@@ -315,7 +316,7 @@ LAW = (
     _fault(
         "seeds shared",
         "one stream for the batch: rows repeat each other",
-        (rng.uniforms, "seeds_B.unsqueeze(1)", "seeds_B[:1].unsqueeze(1).expand(len(seeds_B), 1)"),
+        (rng.uniforms, "_mix(seeds_B + _GOLDEN)", "_mix(seeds_B[:1].expand(len(seeds_B)) + _GOLDEN)"),
     ),
     _fault(
         "one stream for all purposes",
@@ -327,14 +328,14 @@ LAW = (
         "when one row reaches its length all rows end, and come back short",
         (
             engine.Engine._round,
-            "self._record(reports, k, timer)",
+            "self._record(reports, k, caught_up, timer)",
             "if any(slot.finish_reason == 'length' for slot in slots):\n"
             "        for slot in (slot for slot in slots if slot.finish_reason is None):\n"
             "            slot.finish_reason = 'length'\n"
             "            self._done.append((slot.ticket, slot.completion()))\n"
             "            self._slots[slot.row] = None\n"
             "            state.active_B[slot.row] = False\n"
-            "    self._record(reports, k, timer)",
+            "    self._record(reports, k, caught_up, timer)",
         ),
     ),
 )
@@ -354,34 +355,34 @@ DRAFT = (
     _fault(
         "no draft KV for the last accepted token",
         "after a fully accepted round the draft never sees its last draft",
-        (rounds.propose, "_last_tokens(state, 2), lengths_B - 2", "_last_tokens(state, 1), lengths_B - 1"),
+        (_PROPOSE, _FIRST_STEP, "last_tokens(state, 1), lengths_B - 1"),
     ),
     _fault(
         "last accepted token twice in the draft cache",
         "positions after a round are off by one in the draft",
-        (rounds.propose, "_last_tokens(state, 2), lengths_B - 2", "_last_tokens(state, 2), lengths_B - 1"),
-        (rounds.propose, "drawn_B.unsqueeze(1), lengths_B + i", "drawn_B.unsqueeze(1), lengths_B + i + 1"),
+        (_PROPOSE, _FIRST_STEP, "last_tokens(state, self.window), lengths_B - 1"),
+        (_PROPOSE, "drawn_B.unsqueeze(1), lengths_B + i", "drawn_B.unsqueeze(1), lengths_B + i + 1"),
         (engine.Engine._round, "max(slot.length for slot in slots) + k", "None"),
     ),
     _fault(
         "hole after k = 0",
         "the draft never sees what was committed in rounds without drafts",
-        (engine.Engine._round, "self._catch_up(slots)", "pass"),
+        (engine.Engine._round, "drafter.prepare(slots, k, self._chunk) if drafter else 0", "0"),
     ),
     _fault(
         "stale draft tail",
         "from its second step on the draft skips a slot: rejected drafts of the last round stay visible",
-        (rounds.propose, "drawn_B.unsqueeze(1), lengths_B + i", "drawn_B.unsqueeze(1), lengths_B + i + 1"),
+        (_PROPOSE, "drawn_B.unsqueeze(1), lengths_B + i", "drawn_B.unsqueeze(1), lengths_B + i + 1"),
     ),
     _fault(
         "phantom drafts recorded as certain",
         "the last draft is read from a buffer of an earlier round",
         (
-            rounds.propose,
-            "room_B = ",
-            "drafts[-1] = _last_tokens(state, 1).squeeze(1)\n"
+            _PROPOSE,
+            "usable_B = torch.stack(",
+            "drafts[-1] = last_tokens(state, 1).squeeze(1)\n"
             "    laws[-1] = torch.zeros_like(laws[-1]).scatter_(1, drafts[-1].unsqueeze(1), 1.0)\n"
-            "    room_B = ",
+            "    usable_B = torch.stack(",
         ),
     ),
     _fault(
@@ -393,7 +394,7 @@ DRAFT = (
         "draft ignores its own drafts in penalties",
         "q's penalties count only what was committed before the round",
         (
-            rounds.propose,
+            _PROPOSE,
             "if counts_BV is not None:\n            counts_BV.scatter_add_",
             "if False:\n            counts_BV.scatter_add_",
         ),
@@ -422,14 +423,14 @@ SHORT_ROPE = _fault(
     "short RoPE cache of the draft",
     "the draft goes on past the positions it was built for, with the last one's rotation",
     (
-        rounds.propose,
-        "torch.minimum(state.limit_B - lengths_B - 1, draft.max_positions - lengths_B)",
-        "state.limit_B - lengths_B - 1",
+        _PROPOSE,
+        "torch.minimum(usable_B, self.model.max_positions - lengths_B)",
+        "usable_B",
     ),
     (
-        rounds.propose,
-        "logits_B1V = draft.forward(",
-        "plan.positions_Bq.clamp_(max=draft.max_positions - 1)\n        logits_B1V = draft.forward(",
+        drafter.ModelDrafter._step,
+        "if self.vocabulary is None:",
+        "plan.positions_Bq.clamp_(max=self.model.max_positions - 1)\n    if self.vocabulary is None:",
     ),
 )
 
