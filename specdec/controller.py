@@ -1,0 +1,263 @@
+"""Controllers: how many tokens to draft in the next round.
+
+    controller = Adaptive(k_max=8)
+    k = controller.choose(rows)         # before a round
+    controller.observe(round_stats)     # after it, with the seconds measured by whoever owns the clock
+
+FixedK always drafts k. Geometric maximises the textbook formula with measured costs. Adaptive, the default, adds what
+that formula gets wrong; docs/controller.md has its formulas. None of them imports more than Python and specdec.stats.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from specdec.controller_cost import usable
+from specdec.controller_measured import ControllerState, Geometric, Measured, checked_k_max, geometric_tokens
+from specdec.controller_probe import Outlook, Prober
+from specdec.controller_rows import RaggedCost, RowBook, RowRound, plan
+from specdec.stats import RoundStats
+
+__all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "RowRound"]
+
+EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
+EXPLORE_ROUNDS = 16  # the fewest rounds between two of them
+ENOUGH_TESTS, ENOUGH_TIMES = 40.0, 40  # what makes a neighbouring length known
+NEAR_PLAIN = 1.25  # so close a gain over k = 0 is worth timing k = 0 again
+SURE = 0.98  # rates are not tested for above this
+ENTRY_ROUNDS = 32
+PROOF, PROOF_BY_FEW = 20.0, 200.0  # likelihood ratios that end a probe; a few rows make all others catch up
+PAYBACK_TOKENS = 400  # tokens a row in which catching up must have paid
+PLANNED_ROWS = 8  # below it the longest row sets the cost, and one length for all does as well
+
+
+class Controller(Protocol):
+    """k_max: the largest length it may choose."""
+
+    k_max: int
+
+    def choose(self, rows: int) -> int:
+        """The draft length, 0 to k_max, of the next round over `rows` rows."""
+        ...
+
+    def observe(self, round: RoundStats) -> None:
+        """What the round did, and how long it took."""
+        ...
+
+    def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
+        """One timing of a round of this shape, made at start-up; nothing is learned about acceptance."""
+        ...
+
+
+class FixedK:
+    """Always k drafts."""
+
+    def __init__(self, k: int) -> None:
+        self.k_max = checked_k_max(k, lowest=0)
+
+    def choose(self, rows: int) -> int:
+        return self.k_max
+
+    def observe(self, round: RoundStats) -> None:
+        """Nothing is learned."""
+
+    def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
+        """Nothing is learned."""
+
+
+class Adaptive(Measured):
+    """Acceptance by position, measured costs by batch and k, k = 0 with budgeted probes, and a little exploration.
+
+    k_max: the largest draft length. plan_rows: let `choose_rows` give rows of one round different lengths, each by its
+    own acceptance; without it all rows draft the same, but for probes. It pays where rows differ and verification is
+    compute-bound (docs/controller.md has figures).
+    """
+
+    def __init__(self, k_max: int = 8, *, plan_rows: bool = False) -> None:
+        super().__init__(k_max)
+        self._plan_rows = plan_rows
+        self._prober = Prober()
+        self._book = RowBook(self.k_max)
+        self._since_explored, self._turn = 0, 0
+        self._since_entry, self._changes = 0, 0
+
+    def choose(self, rows: int) -> int:
+        untimed = self._untimed(rows)
+        if untimed is not None:
+            return untimed
+        speeds = self._speeds(rows)
+        self._k = self._paid_back(rows, speeds, self._missed * rows)
+        if self._k > 0:
+            self._prober.leave()
+            return self._explored(rows, speeds)
+        return self._probed(rows, rows, self._missed * rows)
+
+    def choose_rows(self, names: Sequence[Hashable]) -> list[int]:
+        """A draft length for each row; a name is what stays with a request (its ticket). Report the round with
+        `observe_rows`. Rows that draft nothing need no catching up, so probes at k = 0 draft in a few rows only."""
+        rows = len(names)
+        untimed = self._untimed(rows)
+        if untimed is not None:
+            return [untimed] * rows
+        self._book.keep_only(names)
+        speeds = self._speeds(rows)
+        self._k = self._paid_back(rows, speeds, sum(self._book.lag(name) for name in names))
+        lengths = self._planned(names) if self._plan_rows and rows >= PLANNED_ROWS else [self._k] * rows
+        if any(lengths):
+            self._prober.leave()
+            return lengths if min(lengths) < max(lengths) else [self._explored(rows, speeds)] * rows
+        scouts = sorted(range(rows), key=lambda b: self._book.lag(names[b]))[: max(1, min(rows // 16, 8))]
+        k = self._probed(rows, len(scouts), sum(self._book.lag(names[b]) for b in scouts))
+        return [k if b in scouts else 0 for b in range(rows)]
+
+    def observe(self, round: RoundStats) -> None:
+        missed_tokens = self._missed * round.rows
+        super().observe(round)
+        self._observe_probe(round, round.rows, missed_tokens)
+
+    def observe_rows(self, round: RoundStats, rows: Sequence[RowRound]) -> None:
+        """In place of `observe`, for a round whose lengths came from `choose_rows`."""
+        lengths = [row.k for row in rows]
+        missed_tokens = sum(self._book.lag(row.row) for row in rows if row.k > 0)
+        if max(lengths) == min(lengths):
+            self._observe_times(round, missed_tokens)
+        elif usable(round.total_s):
+            self._silent = 0
+            if not missed_tokens:
+                predicted_s = self._ragged(round.rows).seconds(round.rows, sum(lengths), max(lengths))
+                self._costs.observe_ragged(round.rows, predicted_s, round.total_s)
+        self._acceptance.observe(*self._completed(round, rows))
+        self._book.observe(rows, self._acceptance.by_position[0])
+        self._observe_probe(round, sum(k > 0 for k in lengths), missed_tokens)
+
+    def _completed(self, round: RoundStats, rows: Sequence[RowRound]) -> tuple[Sequence[float], Sequence[float]]:
+        """Reached and accepted by position, with rows that were left out counted as they are believed to be. Not in a
+        probe: there the few tested rows speak for all."""
+        if round.k == 0 or self._prober.active:
+            return round.reached, round.accepted
+        idle, likely = self._book.imputed(rows, self._acceptance.by_position[0])
+        return [round.reached[0] + idle, *round.reached[1:]], [round.accepted[0] + likely, *round.accepted[1:]]
+
+    def state(self, rows: int = 1) -> ControllerState:
+        return replace(super().state(rows), probes=self._prober.bursts)
+
+    def _paid_back(self, rows: int, speeds: Sequence[float], missed_tokens: int) -> int:
+        """The fastest length; but 0 is only left for a gain that soon pays for catching the draft up."""
+        k = self._hold(speeds)
+        if self._k > 0 or k == 0:
+            return k
+        saved_s = PAYBACK_TOKENS * (1 / speeds[0] - 1 / speeds[k])
+        return k if saved_s > self._costs.catch_up_s(rows, missed_tokens) else 0
+
+    def _explored(self, rows: int, speeds: Sequence[float]) -> int:
+        """The present length; now and then one beside it, as seldom as its loss demands."""
+        self._since_explored += 1
+        if self._since_explored < EXPLORE_ROUNDS:
+            return self._k
+        k = (self._k + 1, self._k - 1, self._k + 1, self._k - 1, 0)[self._turn % 5]
+        if not self._unknown(rows, k, speeds):
+            self._turn += 1
+            return self._k
+        seconds = self._costs.round_s(rows, k)
+        loss = max(0.0, 1 - speeds[k] / speeds[self._k]) * seconds
+        loss += self._costs.catch_up_s(rows, rows) if k == 0 else 0.0
+        if self._since_explored * EXPLORE_SHARE * self._costs.round_s(rows, self._k) < loss:
+            return self._k
+        self._since_explored, self._turn = 0, self._turn + 1
+        return k
+
+    def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
+        """Whether a round of k drafts would teach something that could change the choice."""
+        if k > self.k_max:
+            return False
+        if k == 0:
+            return speeds[0] * NEAR_PLAIN > speeds[self._k]
+        few_tests = k > self._k and self._acceptance.evidence(k) < ENOUGH_TESTS
+        return few_tests or self._costs.count(rows, k) < ENOUGH_TIMES
+
+    def _probed(self, rows: int, drafting: int, missed_tokens: int) -> int:
+        """0, or the length of a probe round in which `drafting` of the rows draft."""
+        if not self._prober.active and not self._prober.due(lambda: self._outlook(rows, drafting, missed_tokens)):
+            return 0
+        return min(self._prober.k, self.k_max)
+
+    def _outlook(self, rows: int, drafting: int, missed_tokens: int) -> Outlook:
+        plain_s = self._costs.round_s(rows, 0)
+        believed = tuple(self._acceptance.by_position)
+        tokens = rows + drafting * believed[0]
+        round_times = [seconds / plain_s for seconds in self._costs.round_times(rows)]
+        promising, gain, k = promising_rate(round_times)
+        return Outlook(
+            loss_s=self._loss_s(rows, drafting, 1, missed_tokens, tokens),
+            step_s=plain_s,
+            believed=believed,
+            promising=promising,
+            gain=gain,
+            proof=PROOF if drafting == rows else PROOF_BY_FEW,
+            k=k,
+        )
+
+    def _loss_s(self, rows: int, drafting: int, k: int, missed_tokens: int, tokens: float) -> float:
+        """Seconds that a round of k drafts in some rows takes longer than its tokens would have taken at k = 0."""
+        if drafting == rows:
+            seconds = self._costs.round_s(rows, k)
+        else:
+            verify_s = drafting * k * self._costs.verify_token_s(rows, k)
+            seconds = self._costs.round_s(rows, 0) + k * self._costs.step_s(drafting) + verify_s
+        return seconds + self._costs.catch_up_s(drafting, missed_tokens) - tokens / rows * self._costs.round_s(rows, 0)
+
+    def _observe_probe(self, round: RoundStats, drafting: int, missed_tokens: int) -> None:
+        if not self._costs.comparable:
+            return
+        if round.k == 0:
+            self._prober.idle(self._costs.round_s(round.rows, 0))
+        elif self._prober.active:
+            self._prober.spend(self._loss_s(round.rows, drafting, round.k, missed_tokens, round.tokens))
+            if self._prober.observe(round.reached, round.accepted):
+                self._acceptance.restart(*self._prober.seen)
+                self._book.forget_rates()
+
+    def _planned(self, names: Sequence[Hashable]) -> list[int]:
+        alpha = self._acceptance.by_position[0]
+        rates = [self._book.rate(name, alpha) for name in names]
+        return self._entered(names, plan(rates, self._book.profile(), self._ragged(len(names)), self._k), rates)
+
+    def _entered(self, names: Sequence[Hashable], lengths: list[int], rates: Sequence[float]) -> list[int]:
+        """Rows whose draft lags behind come back together, a few every ENTRY_ROUNDS rounds: one forward catches them
+        up, where each on its own would cost a forward nearly every round. After a change all of them come at once."""
+        self._since_entry += 1
+        lagging = [b for b, name in enumerate(names) if lengths[b] and self._book.lag(name)]
+        changed = self._acceptance.changes != self._changes
+        if changed or len(lagging) == sum(k > 0 for k in lengths):
+            entering = lagging
+        elif self._since_entry >= ENTRY_ROUNDS:
+            entering = sorted(lagging, key=lambda b: -rates[b])[: max(1, len(names) // 16)]
+        else:
+            entering = []
+        if entering:
+            self._since_entry, self._changes = 0, self._acceptance.changes
+        held = set(lagging) - set(entering)
+        return [0 if b in held else k for b, k in enumerate(lengths)]
+
+    def _ragged(self, rows: int) -> RaggedCost:
+        step, step_row = self._costs.step_by_rows(rows)
+        return RaggedCost(step=step, step_row=step_row, rest=self._costs.rest_times(rows))
+
+
+def promising_rate(round_times: Sequence[float]) -> tuple[float | None, float, int]:
+    """The rate to look for when not drafting, given the time of a round of k drafts over one without: half way
+    between the least that pays and 1, with the share of time it saves and its best k. None when no rate pays."""
+    k_max = len(round_times) - 1
+
+    def speeds(alpha: float) -> list[float]:
+        return [tokens / t for tokens, t in zip(geometric_tokens(alpha, k_max), round_times, strict=True)]
+
+    if max(speeds(1.0)[1:]) <= 1.0:
+        return None, 0.0, 1
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (low, middle) if max(speeds(middle)[1:]) > 1.0 else (middle, high)
+    found = speeds((high + 1) / 2)
+    k = max(range(1, k_max + 1), key=found.__getitem__)
+    return min((high + 1) / 2, SURE), 1 - 1 / found[k], k

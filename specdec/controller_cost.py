@@ -1,0 +1,223 @@
+"""What a round costs, learned from measured seconds only.
+
+A bucket is the power of two at or above the number of rows. In each bucket two curves over the draft length k: the
+draft's time, and the rest of the round (verification and overhead). A measured length keeps its own level, pulled to
+the line through its neighbours as long as it has few samples; a common drift moves all lengths together, so that
+lengths last timed long ago do not look cheap when everything became dearer (a growing context).
+"""
+
+from collections.abc import Sequence
+from math import exp, isfinite, log
+from operator import add
+from statistics import median
+
+FIRST = 5  # a level starts as the median of this many samples: one outlier does no harm
+PULL = 8.0  # samples that the line through the other lengths counts for
+LEVEL_GAIN, DRIFT_GAIN = 0.01, 0.02
+CLIP = 0.1  # the most that one sample's log error counts
+STREAK = 6  # so many clipped errors of one sign in a row are a new level, not outliers
+
+
+def usable(seconds: float) -> bool:
+    return isfinite(seconds) and seconds > 0
+
+
+def bucket_of(rows: int) -> int:
+    return 1 << max(0, rows - 1).bit_length()
+
+
+class Level:
+    """One length's seconds without the drift."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds, self._first = 0, 0.0, []  # type: int, float, list[float]
+
+    def observe(self, seconds: float) -> float:
+        """Take a sample in; returns its clipped log error, 0 while the level is still being found."""
+        self.count += 1
+        if self.count <= FIRST:
+            self._first.append(seconds)
+            self.seconds = median(self._first)
+            return 0.0
+        error = max(-CLIP, min(CLIP, log(seconds / self.seconds)))
+        self.seconds *= exp(max(1 / self.count, LEVEL_GAIN) * error)
+        return error
+
+
+class Curve:
+    """Seconds by draft length 0..k_max in one bucket, with `parent` (another bucket's curve) giving the shape until
+    two lengths have been timed here."""
+
+    def __init__(self, k_max: int) -> None:
+        self._k_max = k_max
+        self.levels: dict[int, Level] = {}
+        self._log_drift, self._streak = 0.0, 0
+        self._times: list[float] | None = None
+
+    def observe(self, k: int, seconds: float) -> None:
+        level = self.levels.setdefault(k, Level())
+        self.shift(level.observe(seconds * exp(-self._log_drift)))
+
+    def shift(self, log_error: float) -> None:
+        """Move all lengths by a part of one sample's log error; quickly when the clip has been hit in a row."""
+        self._times = None
+        error = max(-CLIP, min(CLIP, log_error))
+        sign = ((error > 0) - (error < 0)) if abs(error) == CLIP else 0
+        self._streak = self._streak + sign if self._streak * sign > 0 else sign
+        self._log_drift += (0.5 if abs(self._streak) >= STREAK else DRIFT_GAIN) * error
+
+    def times(self, parent: "Curve | None" = None) -> list[float]:
+        """Seconds of each length."""
+        if parent is not None and len(self.levels) < 2:
+            return self._scaled(parent.times())
+        if self._times is None:
+            start, slope = _weighted_line([(k, v.seconds, min(v.count, 16)) for k, v in self.levels.items()])
+            times = [start + slope * k for k in range(self._k_max + 1)]
+            for k, level in self.levels.items():
+                times[k] += (level.seconds - times[k]) * level.count / (level.count + PULL)
+            drift = exp(self._log_drift)
+            self._times = [max(seconds, 0.0) * drift for seconds in times]
+        return self._times
+
+    def _scaled(self, there: Sequence[float]) -> list[float]:
+        """The parent's curve, moved to the one length timed here."""
+        scale = 1.0
+        for k, level in self.levels.items():
+            scale = level.seconds * exp(self._log_drift) / there[k] if there[k] > 0 else 1.0
+        return [scale * seconds for seconds in there]
+
+
+def _weighted_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Intercept and slope (not below 0) of the least-squares line through (x, y, weight)."""
+    total = sum(w for _, _, w in points)
+    if total == 0:
+        return 0.0, 0.0
+    mean_x = sum(x * w for x, _, w in points) / total
+    mean_y = sum(y * w for _, y, w in points) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread if spread > 0 else 0.0
+    slope = max(slope, 0.0)
+    return mean_y - slope * mean_x, slope
+
+
+class CatchUp:
+    """What it costs the draft to be fed what it missed: fixed steps for the extra forward, and so many seconds a token.
+
+    Decayed least squares of excess / step on 1 and tokens / step. Before the first sample: one step, and two more for
+    1,000 tokens. `_unit` only scales the second column: the step that the first sample came with.
+    """
+
+    KEEP = 0.95
+
+    def __init__(self) -> None:
+        self._unit = 0.0
+        self._n, self._x, self._xx, self._y, self._xy = 1.0, 0.0, 0.02, 1.0, 0.04
+
+    def observe(self, tokens: int, excess_s: float, step_s: float) -> None:
+        if step_s <= 0:
+            return
+        self._unit = self._unit or step_s
+        limit = 2 * self.seconds(tokens, step_s) / step_s + 1  # an outlier counts as at most this
+        x, y = tokens / 1000 * self._unit / step_s, max(0.0, min(excess_s / step_s, limit))
+        keep = self.KEEP
+        self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + x, keep * self._xx + x * x
+        self._y, self._xy = keep * self._y + y, keep * self._xy + x * y
+
+    def seconds(self, tokens: float, step_s: float) -> float:
+        determinant = self._n * self._xx - self._x * self._x
+        slope = max(0.0, (self._n * self._xy - self._x * self._y) / determinant)
+        fixed = max(0.0, (self._y - slope * self._x) / self._n)
+        return fixed * step_s + slope * tokens / 1000 * (self._unit or step_s)
+
+
+class CostTable:
+    """Times of a round of `rows` rows and k drafts, in seconds."""
+
+    def __init__(self, k_max: int) -> None:
+        self.k_max = k_max
+        self.catch_up = CatchUp()
+        self._draft: dict[int, Curve] = {}
+        self._rest: dict[int, Curve] = {}
+        self.samples = 0
+
+    def observe(self, rows: int, k: int, draft_s: float, rest_s: float) -> None:
+        """One steady round: a round whose draft had to catch up goes to `observe_catch_up`."""
+        self.samples += 1
+        bucket = bucket_of(rows)
+        self._rest.setdefault(bucket, Curve(self.k_max)).observe(k, rest_s)
+        if k > 0 and draft_s > 0:
+            self._draft.setdefault(bucket, Curve(self.k_max)).observe(k, draft_s)
+
+    def observe_catch_up(self, rows: int, k: int, missed: int, total_s: float) -> None:
+        """A round of k drafts before which the draft was fed the `missed` tokens (over all rows)."""
+        self.catch_up.observe(missed, total_s - self.round_s(rows, k), self.step_s(rows))
+
+    def observe_ragged(self, rows: int, predicted_s: float, total_s: float) -> None:
+        """A round with different draft lengths says nothing of one length; it moves the bucket as a whole."""
+        if not usable(total_s):
+            return
+        for table in (self._draft, self._rest):
+            if (curve := table.get(bucket_of(rows))) is not None:
+                curve.shift(log(total_s / predicted_s))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether some bucket has been timed both with and without drafts."""
+        return any(0 in c.levels and len(c.levels) > 1 for c in self._rest.values())
+
+    def count(self, rows: int, k: int) -> int:
+        """Samples of exactly this bucket and length."""
+        curve = self._rest.get(bucket_of(rows))
+        return curve.levels[k].count if curve is not None and k in curve.levels else 0
+
+    def count_drafted(self, rows: int) -> int:
+        curve = self._rest.get(bucket_of(rows))
+        return sum(level.count for k, level in curve.levels.items() if k > 0) if curve is not None else 0
+
+    def round_times(self, rows: int) -> list[float]:
+        """Seconds of a round of k = 0..k_max drafts."""
+        rest, draft = self._times(self._rest, rows), self._times(self._draft, rows)
+        return [rest[0], *map(add, rest[1:], draft[1:])]
+
+    def rest_times(self, rows: int) -> list[float]:
+        """The same without the draft."""
+        return self._times(self._rest, rows)
+
+    def round_s(self, rows: int, k: int) -> float:
+        return self.round_times(rows)[k]
+
+    def step_s(self, rows: int) -> float:
+        """One draft step; from the slope of the whole round where the owner of the clock cannot split it."""
+        table = self._draft if self._draft else self._rest
+        times = self._times(table, rows)
+        return (times[self.k_max] - (0.0 if self._draft else times[0])) / self.k_max
+
+    def catch_up_s(self, rows: int, tokens: float) -> float:
+        return self.catch_up.seconds(tokens, self.step_s(rows)) if tokens > 0 else 0.0
+
+    def verify_token_s(self, rows: int, k: int) -> float:
+        """What one more token to verify, in one row, adds to a round of `rows` rows and up to k drafts."""
+        k = min(k, self.k_max)
+        rest = self._times(self._rest, rows)
+        return max(0.0, rest[k] - rest[0]) / (rows * k)
+
+    def step_by_rows(self, rows: int) -> tuple[float, float]:
+        """A draft step's seconds as a fixed part and a part for each row, from the smallest bucket timed."""
+        here, smallest = self.step_s(rows), min((b for b, c in self._draft.items() if c.levels), default=rows)
+        if smallest >= rows:
+            return here, 0.0
+        by_row = max(0.0, (here - self.step_s(smallest)) / (rows - smallest))
+        return here - rows * by_row, by_row
+
+    def _times(self, table: dict[int, Curve], rows: int) -> list[float]:
+        """This bucket's curve; where it knows too little, in the shape of the nearest bucket that knows two lengths."""
+        bucket = bucket_of(rows)
+        own = table.get(bucket)
+        if own is not None and len(own.levels) > 1:
+            return own.times()
+        known = [b for b in table if b != bucket and len(table[b].levels) > 1]
+        near = min(known, key=lambda b: abs(b.bit_length() - bucket.bit_length()), default=None)
+        parent = table[near] if near is not None else None
+        if own is not None:
+            return own.times(parent)
+        return parent.times() if parent is not None else [0.0] * (self.k_max + 1)
