@@ -10,7 +10,7 @@ that formula gets wrong; docs/controller.md has its formulas. None of them impor
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specdec.controller_cost import usable
 from specdec.controller_measured import ControllerState, Geometric, Measured, checked_k_max, geometric_tokens
@@ -18,7 +18,7 @@ from specdec.controller_probe import Outlook, Prober
 from specdec.controller_rows import RaggedCost, RowBook, RowRound, plan
 from specdec.stats import RoundStats
 
-__all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "RowRound"]
+__all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "PerRow", "RowRound"]
 
 EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
 EXPLORE_ROUNDS = 16  # the fewest rounds between two of them
@@ -31,6 +31,7 @@ PAYBACK_TOKENS = 400  # tokens a row in which catching up must have paid
 PLANNED_ROWS = 8  # below it the longest row sets the cost, and one length for all does as well
 
 
+@runtime_checkable
 class Controller(Protocol):
     """k_max: the largest length it may choose."""
 
@@ -46,6 +47,19 @@ class Controller(Protocol):
 
     def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
         """One timing of a round of this shape, made at start-up; nothing is learned about acceptance."""
+        ...
+
+
+@runtime_checkable
+class PerRow(Controller, Protocol):
+    """A controller that may give the rows of one round different lengths."""
+
+    def choose_rows(self, names: Sequence[Hashable]) -> list[int]:
+        """The draft length of each row; a name is what stays with a request."""
+        ...
+
+    def observe_rows(self, round: RoundStats, rows: Sequence[RowRound]) -> None:
+        """In place of `observe`, for a round whose lengths came from `choose_rows`."""
         ...
 
 

@@ -46,7 +46,8 @@ class Drafter(Protocol):
         """Read up to `chunk` more prompt tokens of each new slot, between rounds."""
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
-        """Get ready to propose k tokens for these rows; how many tokens the longest row had to be fed to catch up."""
+        """Get ready to propose k tokens for these rows (others draft nothing in this round); how many tokens the
+        row that had missed most was fed to catch up."""
 
     def propose(self, state: RowState, k: int, features: Features, live: int | None) -> Proposal:
         """k tokens for each row of `state` (k > 0)."""
@@ -54,8 +55,8 @@ class Drafter(Protocol):
     def roll_back(self, state: RowState) -> None:
         """Forget what was not committed."""
 
-    def committed(self, slots: Sequence[Slot], before: Sequence[int], k: int) -> None:
-        """A round of k drafts took each slot from `before` tokens to its length."""
+    def committed(self, slots: Sequence[Slot], before: Sequence[int], lengths: Sequence[int]) -> None:
+        """A round took each slot from `before` tokens to its length; `lengths`: each row's draft length in it."""
 
     def release(self, slot: Slot) -> None:
         """The slot's request is done."""
@@ -162,7 +163,7 @@ class ModelDrafter:
     def _step(self, tokens_Bq: Tensor, start_B: Tensor, state: RowState, live: int | None) -> Tensor:
         """One forward; the logits over the target's ids after the last token [B, 1, V]."""
         q = tokens_Bq.shape[1]
-        plan = self.model.cache.plan(start_B, state.active_B * q, q, slice(0, len(start_B)), live)
+        plan = self.model.cache.plan(start_B, state.drafting_B * q, q, slice(0, len(start_B)), live)
         if self.vocabulary is None:
             return self.model.forward(tokens_Bq, plan, keep=1)
         logits_B1N = self.model.forward(self.vocabulary.input_ids_V[tokens_Bq], plan, keep=1)
@@ -199,11 +200,11 @@ class ModelDrafter:
         lengths_B = self.model.cache.lengths_B[: len(state.lengths_B)]
         torch.minimum(lengths_B, (state.lengths_B - 1).clamp(min=0), out=lengths_B)
 
-    def committed(self, slots: Sequence[Slot], before: Sequence[int], k: int) -> None:
-        if k == 0:
-            return
-        for slot, length in zip(slots, before, strict=True):
-            self._held[slot.row] = min(length + self._drafts_seen(k), slot.length - 1)
+    def committed(self, slots: Sequence[Slot], before: Sequence[int], lengths: Sequence[int]) -> None:
+        k = max(lengths)
+        for slot, length, own in zip(slots, before, lengths, strict=True):
+            if own > 0:
+                self._held[slot.row] = min(length + self._drafts_seen(k), slot.length - 1)
 
     def _drafts_seen(self, k: int) -> int:
         """Of k drafts the model has been fed all but the last."""

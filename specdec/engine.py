@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from specdec.block import verify_block
 from specdec.drafter import Drafter, ModelDrafter, no_proposal
 from specdec.feed import feed
+from specdec.lengths import DraftLength, Lengths
 from specdec.model import CachedModel
 from specdec.report import RowReport, read_report
 from specdec.request import Completion, Request, check_ids
@@ -26,7 +27,6 @@ from specdec.stats import AcceptanceStats, RoundStats
 from specdec.timing import PhaseTimer
 
 _RULES = {"token": verify_drafts, "block": verify_block}
-DraftLength = int | Callable[[RoundStats | None], int]
 
 
 class Engine:
@@ -34,7 +34,8 @@ class Engine:
 
     target: a Hugging Face decoder. draft: a smaller one with the same vocabulary on the same device, or any Drafter
     (n-gram, suffix, a draft of another vocabulary); None decodes plainly (k = 0, the same machinery). k: draft
-    length, or a callable that gets the last round's RoundStats (None at first) and returns one in [0, k_max].
+    length, or a controller (specdec.controller), or a callable that gets the last round's RoundStats (None at first)
+    and returns a length in [0, k_max].
     num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
     (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
@@ -60,8 +61,9 @@ class Engine:
         on_round: Callable[[RoundStats], None] | None = None,
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
-        self._k = k if draft is not None else 0
-        self.k_max = _check_settings(self._k, k_max, num_slots, capacity, prefill_chunk)
+        _check_sizes(num_slots=num_slots, capacity=capacity, prefill_chunk=prefill_chunk)
+        self._lengths = Lengths(k if draft is not None else 0, k_max)
+        self.k_max = self._lengths.k_max
         buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
         self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
         self._drafter: Drafter | None = None
@@ -77,6 +79,7 @@ class Engine:
         self._on_round, self._on_tokens = on_round, on_tokens
         self._state = RowState.empty(num_slots, buffer, self._target.device)
         self._slots: list[Slot | None] = [None] * num_slots
+        self._ragged = False
         self._queue: deque[tuple[int, Request]] = deque()
         self._done: list[tuple[int, Completion]] = []
         self._tickets = 0
@@ -189,21 +192,28 @@ class Engine:
         if ready:
             self._state.active_B[[slot.row for slot in ready]] = True
 
-    def _next_k(self) -> int:
-        k = self._k if isinstance(self._k, int) else self._k(self._last_round)
-        if not (isinstance(k, int) and 0 <= k <= self.k_max):
-            raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
-        return k
+    def _set_quotas(self, slots: list[Slot], lengths: list[int]) -> None:
+        """Tell the device when rows draft different lengths (and when they no longer do)."""
+        ragged = min(lengths) < max(lengths)
+        if ragged:
+            rows = torch.tensor([[slot.row for slot in slots], lengths], device=self._target.device)
+            self._state.quota_B[rows[0]] = rows[1]
+        elif self._ragged:
+            self._state.quota_B.fill_(self.k_max)
+        self._ragged = ragged
 
     def _round(self) -> None:
-        k = self._next_k()
-        timer = PhaseTimer(self._target.device)
         slots = [slot for slot in self._slots if slot is not None and slot.decoding]
+        lengths = self._lengths.choose(slots, self._last_round)
+        k = max(lengths)
+        timer = PhaseTimer(self._target.device)
+        self._set_quotas(slots, lengths)
         state = self._state.head(slots[-1].row + 1)
         features = features_of([slot.request.params for slot in slots])
         live = max(slot.length for slot in slots) + k
         drafter = self._drafter if k > 0 else None
-        caught_up = drafter.prepare(slots, k, self._chunk) if drafter else 0
+        drafting = [slot for slot, own in zip(slots, lengths, strict=True) if own > 0]
+        caught_up = drafter.prepare(drafting, k, self._chunk) if drafter else 0
         proposal = drafter.propose(state, k, features, live) if drafter else no_proposal(state)
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
@@ -212,20 +222,21 @@ class Engine:
         if self._drafter is not None:
             self._drafter.roll_back(state)
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
-        self._finish_round(slots, reports, k)
+        self._finish_round(slots, reports, lengths)
         self._record(reports, k, caught_up, timer)
+        self._inform(slots, reports, lengths)
 
-    def _finish_round(self, slots: list[Slot], reports: list[RowReport], k: int) -> None:
+    def _finish_round(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
         before = [slot.length for slot in slots]
         for slot, report in zip(slots, reports, strict=True):
-            slot.commit(report, k)
+            slot.commit(report, max(lengths))
             if self._on_tokens is not None and report.token_ids:
                 self._on_tokens(slot.ticket, report.token_ids, report.accepted)
             if report.draft_bad and not slot.draft_bad:
                 slot.draft_bad = True
                 warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
         if self._drafter is not None:
-            self._drafter.committed(slots, before, k)
+            self._drafter.committed(slots, before, lengths)
         for slot in slots:
             if slot.finish_reason is not None:
                 self._release(slot)
@@ -253,19 +264,16 @@ class Engine:
             total_s=seconds["total"],
         )
         self.stats = self.stats + self._last_round.acceptance
+
+    def _inform(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
+        """The round's figures to the controller and to whoever listens."""
+        assert self._last_round is not None
+        self._lengths.inform(self._last_round, slots, reports, lengths)
         if self._on_round is not None:
             self._on_round(self._last_round)
 
 
-def _check_settings(k: DraftLength, k_max: int | None, num_slots: int, capacity: int, prefill_chunk: int) -> int:
-    """The largest draft length; ValueError for a setting out of range."""
-    for name, value in (("num_slots", num_slots), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
         if not (isinstance(value, int) and value >= 1):
             raise ValueError(f"{name} is {value!r}; expected a whole number from 1 on")
-    if k_max is None:
-        if not isinstance(k, int):
-            raise ValueError("k is a callable, so k_max is needed: the largest draft length it may return")
-        k_max = k
-    if not (isinstance(k_max, int) and k_max >= 0) or (isinstance(k, int) and not 0 <= k <= k_max):
-        raise ValueError(f"k is {k!r} and k_max {k_max!r}; expected whole numbers with 0 <= k <= k_max")
-    return k_max

@@ -32,7 +32,7 @@ class LookupDrafter(ABC):
         return
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
-        drafts = [[0] * k for _ in range(slots[-1].row + 1)]
+        drafts = [[0] * k for _ in range(self._num_slots)]
         counts = [0] * len(drafts)
         for slot in slots:
             found = self.guess(slot.row, slot.tokens, k)
@@ -43,10 +43,11 @@ class LookupDrafter(ABC):
         return 0
 
     def propose(self, state: RowState, k: int, features: Features, live: int | None) -> Proposal:
+        B = len(state.lengths_B)
         return Proposal(
-            drafts_BK=self._drafts_BK,
+            drafts_BK=self._drafts_BK[:B],
             draft_probs_BKV=None,
-            num_drafts_B=self._num_drafts_B,
+            num_drafts_B=self._num_drafts_B[:B],
             bad_B=torch.zeros_like(state.active_B),
         )
 
@@ -54,7 +55,7 @@ class LookupDrafter(ABC):
         """Nothing was kept for tokens that are not committed."""
         return
 
-    def committed(self, slots: Sequence[Slot], before: Sequence[int], k: int) -> None:
+    def committed(self, slots: Sequence[Slot], before: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, before, strict=True):
             self.extend(slot.row, slot.tokens, length)
 

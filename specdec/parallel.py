@@ -43,9 +43,9 @@ class ParallelDrafter(ModelDrafter):
         masks_BM = torch.full_like(known_BW[:, :1], self.mask_id).expand(-1, k - 1)
         tokens_Bq = torch.cat([known_BW, masks_BM], 1)
         q = tokens_Bq.shape[1]
-        plan = self.model.cache.plan(lengths_B - self.window, state.active_B * q, q, slice(0, len(lengths_B)), live)
+        plan = self.model.cache.plan(lengths_B - self.window, state.drafting_B * q, q, slice(0, len(lengths_B)), live)
         logits_BKN = self.model.forward(tokens_Bq, plan, keep=k)
-        self.model.cache.lengths_B[: len(lengths_B)] -= state.active_B * (k - 1)  # the masks
+        self.model.cache.lengths_B[: len(lengths_B)] -= state.drafting_B * (k - 1)  # the masks
         logits_BKV = logits_BKN if self.vocabulary is None else self.vocabulary.expand(logits_BKN)
         positions_BK = lengths_B.unsqueeze(1) + torch.arange(k, device=lengths_B.device)
         counts_BKV = None

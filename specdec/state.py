@@ -53,6 +53,11 @@ class RowState:
             law=LawParams(**law, top_k_B=zeros(), min_length_B=zeros(), stop_BS=no_stop),
         )
 
+    @property
+    def drafting_B(self) -> Tensor:
+        """Rows whose drafts count in this round."""
+        return self.active_B & (self.quota_B > 0)
+
     def head(self, num_rows: int) -> "RowState":
         """The first rows, as views that write through."""
         cut = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,57 @@
+"""Who decides how many tokens a round drafts: a number, a controller, or a callable."""
+
+from collections.abc import Callable, Sequence
+
+from specdec.controller import Controller, PerRow, RowRound
+from specdec.report import RowReport
+from specdec.slots import Slot
+from specdec.stats import RoundStats
+
+DraftLength = int | Controller | Callable[[RoundStats | None], int]
+
+
+class Lengths:
+    """Asks `chooser` before a round and tells it afterwards. Raises ValueError when no largest length is known."""
+
+    def __init__(self, chooser: DraftLength, k_max: int | None) -> None:
+        if k_max is None and isinstance(chooser, Controller):
+            k_max = chooser.k_max
+        if k_max is None:
+            if not isinstance(chooser, int):
+                raise ValueError("k is a callable, so k_max is needed: the largest draft length it may return")
+            k_max = chooser
+        if not (isinstance(k_max, int) and k_max >= 0) or (isinstance(chooser, int) and not 0 <= chooser <= k_max):
+            raise ValueError(f"k is {chooser!r} and k_max {k_max!r}; expected whole numbers with 0 <= k <= k_max")
+        self._chooser = chooser
+        self.k_max = k_max
+
+    def choose(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
+        """Each row's draft length for the coming round."""
+        lengths = self._ask(slots, last_round)
+        for k in lengths:
+            if not (isinstance(k, int) and 0 <= k <= self.k_max):
+                raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
+        return lengths
+
+    def _ask(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
+        chooser = self._chooser
+        if isinstance(chooser, int):
+            return [chooser] * len(slots)
+        if isinstance(chooser, PerRow):
+            return chooser.choose_rows([slot.ticket for slot in slots])
+        if isinstance(chooser, Controller):
+            return [chooser.choose(len(slots))] * len(slots)
+        return [chooser(last_round)] * len(slots)
+
+    def inform(
+        self, last_round: RoundStats, slots: Sequence[Slot], reports: Sequence[RowReport], lengths: Sequence[int]
+    ) -> None:
+        """What the round did, to a controller."""
+        if isinstance(self._chooser, PerRow):
+            rows = [
+                RowRound(row=slot.ticket, k=k, reached=report.reached, accepted=report.accepted)
+                for slot, report, k in zip(slots, reports, lengths, strict=True)
+            ]
+            self._chooser.observe_rows(last_round, rows)
+        elif isinstance(self._chooser, Controller):
+            self._chooser.observe(last_round)
