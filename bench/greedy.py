@@ -37,7 +37,7 @@ class GreedyCase:
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
-    num_slots: int = 16
+    num_slots: int = 24
 
 
 def run_g2(
@@ -117,7 +117,7 @@ def _until_stop(tokens: list[int], stop_ids: tuple[int, ...]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-def config_case(config: Config, *, prompts: int = 16, max_tokens: int = 48, device: str = "cpu") -> GreedyCase:
+def config_case(config: Config, *, prompts: int = 24, max_tokens: int = 48, device: str = "cpu") -> GreedyCase:
     """The config's own pair in float32, continuing `prompts` prompts of its bench's sets (as many from each)."""
     target = load_target(config.models, device, "float32")
     tokenizer = load_tokenizer(config.models)
