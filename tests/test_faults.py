@@ -66,7 +66,7 @@ def _cases() -> tuple[Case, ...]:
     shorter = shape | {"max_tokens": 4}
     penalties = {"repetition_penalty": 1.8, "frequency_penalty": 2.0, "presence_penalty": 0.4}
     return (
-        make_case(0, temperature=0.5, top_p=0.85, **shape),
+        make_case(0, temperature=0.5, **shape),
         make_case(1, temperature=1.4, **penalties, **shape),
         make_case(3, temperature=1.3, stop_ids=(2, 5), min_tokens=1, allowed_ids=(0, 1, 2, 3, 5), **shorter),
         make_case(2, min_p=0.15, repetition_penalty=2.0, **shape),
