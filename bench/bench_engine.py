@@ -23,7 +23,7 @@ from pipeline.stage import Stage, StageContext, stage_main
 if TYPE_CHECKING:
     from pipeline.config import Config, PromptSource
 
-STAGE = Stage(name="04_bench_engine", version=1, sections=("models", "bench_engine", "gates"))
+STAGE = Stage(name="04_bench_engine", version=1, sections=("models", "bench_engine"))
 RESULT = "result.json"
 
 

@@ -2,14 +2,14 @@
 rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import comb
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
 from bench import measure
+from bench.drafters import PLAIN, Label, drafter_of, length_of
 from bench.measure import EngineVariant, Pass, TransformersVariant, Variant, Workload
 from specdec import AcceptanceStats
 
@@ -17,43 +17,34 @@ BOOTSTRAP = 2000
 LEVEL = 0.95
 
 
-@dataclass(frozen=True, kw_only=True)
-class Label:
-    """What a variant is: engine "specdec" or "transformers"; drafter "none" (k = 0) or "model"."""
-
-    engine: str
-    drafter: str
-    k: int
-
-
-def make_variants(target: Any, draft: Any, ks: Sequence[int], workload: Workload) -> tuple[list[Label], list[Variant]]:
-    """k = 0 first (the one that speeds refer to), then transformers, then the draft model at each k > 0."""
+def make_variants(
+    target: Any, draft: Any, labels: Sequence[Label], workload: Workload
+) -> tuple[list[Label], list[Variant]]:
+    """k = 0 first (the one that speeds refer to), then transformers, then the engine as each label says."""
     batch, capacity = workload.batch, workload.longest
-    labels = [
-        Label(engine="specdec", drafter="none", k=0),
-        Label(engine="transformers", drafter="none", k=0),
-    ]
+    transformers = Label(engine="transformers", drafter="none", controller="none", k=0)
     variants: list[Variant] = [
         EngineVariant(target, None, k=0, batch=batch, capacity=capacity),
         TransformersVariant(target, batch=batch),
+        *(
+            EngineVariant(target, drafter_of(label, draft), k=length_of(label), batch=batch, capacity=capacity)
+            for label in labels
+        ),
     ]
-    for k in sorted(set(ks) - {0}):
-        labels.append(Label(engine="specdec", drafter="model", k=k))
-        variants.append(EngineVariant(target, draft, k=k, batch=batch, capacity=capacity))
-    return labels, variants
+    return [PLAIN, transformers, *labels], variants
 
 
 def measure_cell(
     target: Any,
     draft: Any,
-    ks: Sequence[int],
+    labels: Sequence[Label],
     workload: Workload,
     *,
     repeats: int,
     check_stop: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Warm up, measure interleaved, and give one row a variant. `check_stop` may raise between two passes."""
-    labels, variants = make_variants(target, draft, ks, workload)
+    labels, variants = make_variants(target, draft, labels, workload)
     measure.warm_up(variants, workload, check_stop)
     measured = measure.interleave(variants, workload, repeats, check_stop)
     baseline = measured[0]
@@ -70,7 +61,7 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
     values: dict[str, Any] = {
         "engine": label.engine,
         "drafter": label.drafter,
-        "controller": "fixed" if label.k else "none",
+        "controller": label.controller,
         "k": label.k,
         "batch": workload.batch,
         "context": round(measure.mean_context(workload, whole)),
@@ -90,6 +81,7 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
         values |= _engine_values(passes, baseline)
         values |= {"speedup": 1.0} if passes is baseline else _speedup(passes, baseline)
         values |= acceptance_values(whole.acceptance)
+        values["mean_k"] = mean(stats.k for stats in whole.rounds)
     values["ci_level"] = round(median_interval([0.0] * len(passes))[2], 4) if len(passes) > 1 else None
     return values
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.cells import measure_cell
+from bench.drafters import labels_of
 from bench.greedy import g2_gate, run_g2, tiny_cases
 from bench.lossless import run_g1
 from bench.lossless_report import format_table, g1_gate
@@ -62,7 +63,7 @@ class Bench:
         return encoded
 
     def cell(self, source: PromptSource, temperature: float, batch: int) -> dict[str, Any]:
-        """One cell's {"rows"}: k = 0, transformers, and the draft at each k."""
+        """One cell's {"rows"}: k = 0, transformers, and each drafter with each controller."""
         workload = Workload(
             prompts=self.prompt_ids(source),
             batch=batch,
@@ -71,11 +72,10 @@ class Bench:
             stop_ids=stop_ids_of(self.target, self.tokenizer),
             seed=self.bench.seed,
         )
-        ks = self.bench.ks if "model" in self.bench.drafters else ()
         rows = measure_cell(
             self.target,
-            self.draft if ks else None,
-            ks,
+            self.draft if "model" in self.bench.drafters else None,
+            labels_of(self.bench.drafters, self.bench.controllers, self.bench.ks),
             workload,
             repeats=self.bench.repeats,
             check_stop=self.check_stop,

@@ -92,14 +92,12 @@ class Variant(Protocol):
 
 
 class EngineVariant:
-    """Our engine at one draft length; k = 0 decodes without a draft on the same machinery."""
+    """Our engine with one drafter and one draft length or controller; no drafter: k = 0 on the same machinery."""
 
-    def __init__(self, target: Any, draft: Any, *, k: int, batch: int, capacity: int) -> None:
+    def __init__(self, target: Any, draft: Any, *, k: Any, batch: int, capacity: int) -> None:
         self.batch = batch
         self.seen: list[RoundStats] = []
-        self.engine = Engine(
-            target, draft if k else None, k=k, num_slots=batch, capacity=capacity, on_round=self.seen.append
-        )
+        self.engine = Engine(target, draft, k=k, num_slots=batch, capacity=capacity, on_round=self.seen.append)
 
     def run(self, requests: Sequence[Request]) -> Pass:
         self.seen.clear()

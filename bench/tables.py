@@ -11,7 +11,7 @@ _NOTHING = "-"
 
 
 def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
-    """drafter x k x batch, one row a measurement; intervals in brackets where they were measured."""
+    """drafter x k or controller x batch, one row a measurement; intervals in brackets where they were measured."""
     rows = sorted((row for row in result["rows"] if "gate" not in row), key=_order)
     return pd.DataFrame(
         {
@@ -19,7 +19,7 @@ def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
             "T": [_number(row["temperature"]) for row in rows],
             "batch": [str(row["batch"]) for row in rows],
             "drafter": [_drafter(row) for row in rows],
-            "k": [str(row["k"]) for row in rows],
+            "k": [_length(row) for row in rows],
             "tokens/s": [_with_interval(row, "tokens_per_s") for row in rows],
             "speed vs k=0": [_with_interval(row, "speedup") for row in rows],
             "alpha": [_with_interval(row, "alpha") for row in rows],
@@ -68,13 +68,21 @@ def to_markdown(table: pd.DataFrame) -> str:
 
 def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     is_ours = row["engine"] == "specdec"
-    return (row["prompt_set"], row["temperature"], row["batch"], is_ours, row["drafter"] != "none", row["k"])
+    names = (row["drafter"] != "none", row["drafter"], row["controller"] != "fixed", row["controller"])
+    return (row["prompt_set"], row["temperature"], row["batch"], is_ours, *names, row["k"])
 
 
 def _drafter(row: Mapping[str, Any]) -> str:
     if row["engine"] != "specdec":
         return f"{row['engine']} generate"
     return row["drafter"] if row["draft"] is None else f"{row['drafter']} ({row['draft']})"
+
+
+def _length(row: Mapping[str, Any]) -> str:
+    """The fixed draft length; a controller by name, with the mean it chose and the most it may."""
+    if row["controller"] in ("none", "fixed"):
+        return str(row["k"])
+    return f"{row['controller']}: {_number(row['mean_k'])} of {row['k']}"
 
 
 def _with_interval(row: Mapping[str, Any], name: str) -> str:

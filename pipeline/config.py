@@ -18,7 +18,8 @@ from pipeline import schema
 from pipeline.schema import setting
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-DRAFTERS = ("none", "model")
+DRAFTERS = ("none", "model", "ngram", "suffix")
+CONTROLLERS = ("fixed", "geometric", "adaptive")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -95,14 +96,16 @@ class TracesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchEngineConfig:
-    """Stage 04: the grid drafters x ks x batches x temperatures, and the sizes of gates G1 and G2.
+    """Stage 04: the grid drafters x controllers (and ks) x batches x temperatures, and the sizes of gates G1 and G2.
 
-    k = 0 is measured for every batch and temperature, as drafter "none"; `law_samples` is G1's sample size a case;
-    `greedy_ks` are G2's draft lengths.
+    k = 0 is measured for every batch and temperature, as drafter "none"; controller "fixed" stands for every one of
+    `ks`, the others choose up to their largest. `law_samples` is G1's sample size a case; `greedy_ks` are G2's draft
+    lengths.
     """
 
     prompts: tuple[PromptSource, ...]
     drafters: tuple[str, ...] = _one_of(DRAFTERS, default=DRAFTERS)
+    controllers: tuple[str, ...] = _one_of(CONTROLLERS, default=("fixed", "adaptive"))
     ks: tuple[int, ...] = _count(default=(1, 2, 4))
     batches: tuple[int, ...] = _count(default=(1, 4))
     temperatures: tuple[float, ...] = _temperature(default=(0.0,))
@@ -116,21 +119,12 @@ class BenchEngineConfig:
         _check_prompts(self.prompts)
         _not_empty(
             drafters=self.drafters,
+            controllers=self.controllers,
             ks=self.ks,
             batches=self.batches,
             temperatures=self.temperatures,
             greedy_ks=self.greedy_ks,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatesConfig:
-    """Limits of the gates. G1: noise allowed in standard deviations, family-wise error; G2: events a case must have."""
-
-    law_sd: float = setting("a number in (0, 10]", lambda value: 0 < value <= 10, default=4.0)
-    law_error: float = setting("a number in (0, 0.01]", lambda value: 0 < value <= 0.01, default=1e-4)
-    greedy_accepts: int = _count(default=50)
-    greedy_rejects: int = _count(default=50)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +135,6 @@ class Config:
     models: ModelsConfig
     traces: TracesConfig
     bench_engine: BenchEngineConfig
-    gates: GatesConfig = GatesConfig()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

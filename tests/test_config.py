@@ -125,14 +125,14 @@ def test_overrides(good: Path) -> None:
         "traces.temperatures=[0, 1]",
         "traces.prompts.1.limit=7",
         "models.draft={model: a/b}",
-        "gates.law_sd=3",
+        "bench_engine.law_samples=300",
         "run=other",
     ]
     config = load_config(good, overrides)
     assert (config.traces.max_tokens, config.traces.top_p, config.traces.temperatures) == (99, 0.1, (0.0, 1.0))
     assert config.traces.prompts[1].limit == 7
     assert config.models.draft == DraftConfig(model="a/b")
-    assert (config.gates.law_sd, config.run) == (3.0, "other")
+    assert (config.bench_engine.law_samples, config.run) == (300, "other")
 
 
 @pytest.mark.parametrize(

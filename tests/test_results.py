@@ -23,6 +23,7 @@ def speed_row(**changes: Any) -> dict[str, Any]:
         "prompt_set": "a",
         "engine": "specdec",
         "drafter": "model",
+        "controller": "fixed",
         "k": 2,
         "batch": 1,
         "temperature": 0.0,

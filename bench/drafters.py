@@ -1,0 +1,59 @@
+"""The names of drafters and controllers in configs and results, and what they stand for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec import NgramDrafter, SuffixDrafter
+from specdec.controller import Adaptive, FixedK, Geometric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What a variant is. engine: "specdec" or "transformers"; drafter: "none" (k = 0), "model", "ngram", "suffix";
+    controller: "none", "fixed", "geometric", "adaptive"; k: the fixed or the largest draft length."""
+
+    engine: str
+    drafter: str
+    controller: str
+    k: int
+
+
+PLAIN = Label(engine="specdec", drafter="none", controller="none", k=0)
+
+
+def labels_of(drafters: Sequence[str], controllers: Sequence[str], ks: Sequence[int]) -> list[Label]:
+    """The engine's variants besides plain decoding, in the order of the config."""
+    lengths = sorted(set(ks) - {0})
+    labels = []
+    for drafter in (name for name in drafters if name != "none"):
+        for controller in controllers:
+            chosen = lengths if controller == "fixed" else lengths[-1:]
+            labels += [Label(engine="specdec", drafter=drafter, controller=controller, k=k) for k in chosen]
+    return labels
+
+
+def drafter_of(label: Label, draft_model: Any) -> Any:
+    """What Engine takes as its draft. ValueError for an unknown name."""
+    match label.drafter:
+        case "none":
+            return None
+        case "model":
+            return draft_model
+        case "ngram":
+            return NgramDrafter()
+        case "suffix":
+            return SuffixDrafter()
+    raise ValueError(f"drafter is {label.drafter!r}; expected none, model, ngram or suffix")
+
+
+def length_of(label: Label) -> Any:
+    """What Engine takes as its k. ValueError for an unknown name."""
+    match label.controller:
+        case "none" | "fixed":
+            return FixedK(label.k)
+        case "geometric":
+            return Geometric(label.k)
+        case "adaptive":
+            return Adaptive(label.k)
+    raise ValueError(f"controller is {label.controller!r}; expected none, fixed, geometric or adaptive")
