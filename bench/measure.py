@@ -48,9 +48,9 @@ class Workload:
         """
         num_requests = max(-(-len(self.prompts) // 2), WAVES * self.batch)
         first = half * num_requests
-        return [self._request(index, repeat) for index in range(first, first + num_requests)]
+        return [self.request(index, repeat) for index in range(first, first + num_requests)]
 
-    def _request(self, index: int, repeat: int) -> Request:
+    def request(self, index: int, repeat: int) -> Request:
         params = SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,

@@ -32,6 +32,21 @@ def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
     )
 
 
+def category_table(result: Mapping[str, Any], value: str) -> pd.DataFrame:
+    """One row a variant, one column a prompt set, `value` in the cells, in the order of the file."""
+    rows = result["rows"]
+    categories = dict.fromkeys(row["prompt_set"] for row in rows)
+    variants = dict.fromkeys((_drafter(row), _limit(row)) for row in rows)
+    cells = {(_drafter(row), _limit(row), row["prompt_set"]): _number(row.get(value)) for row in rows}
+    columns = {"drafter": [name for name, _ in variants], "k": [limit for _, limit in variants]}
+    return pd.DataFrame(columns | {c: [cells.get((*variant, c), _NOTHING) for variant in variants] for c in categories})
+
+
+def plain_table(result: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows that belong to no gate, with all their columns."""
+    return _all_columns([row for row in result["rows"] if "gate" not in row])
+
+
 def gate_table(result: Mapping[str, Any]) -> pd.DataFrame:
     """One row a gate: name, state, value, limit, reason."""
     gates = sorted(result["gates"].items())
@@ -48,7 +63,10 @@ def gate_table(result: Mapping[str, Any]) -> pd.DataFrame:
 
 def evidence_table(result: Mapping[str, Any], gate: str) -> pd.DataFrame:
     """The rows that a gate was judged by, with all their columns."""
-    rows = [row for row in result["rows"] if row.get("gate") == gate]
+    return _all_columns([row for row in result["rows"] if row.get("gate") == gate])
+
+
+def _all_columns(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "gate"]
     return pd.DataFrame({name: [_number(row.get(name)) for row in rows] for name in columns})
 
@@ -75,7 +93,7 @@ def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _drafter(row: Mapping[str, Any]) -> str:
     if row["engine"] != "specdec":
         return f"{row['engine']} generate"
-    return row["drafter"] if row["draft"] is None else f"{row['drafter']} ({row['draft']})"
+    return row["drafter"] if row.get("draft") is None else f"{row['drafter']} ({row['draft']})"
 
 
 def _length(row: Mapping[str, Any]) -> str:
@@ -83,6 +101,11 @@ def _length(row: Mapping[str, Any]) -> str:
     if row["controller"] in ("none", "fixed"):
         return str(row["k"])
     return f"{row['controller']}: {_number(row['mean_k'])} of {row['k']}"
+
+
+def _limit(row: Mapping[str, Any]) -> str:
+    """The fixed draft length, or the controller with the most it may choose."""
+    return str(row["k"]) if row["controller"] in ("none", "fixed") else f"{row['controller']}, up to {row['k']}"
 
 
 def _with_interval(row: Mapping[str, Any], name: str) -> str:

@@ -116,7 +116,13 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """The checkout's revision and whether it has uncommitted changes; revision None outside a checkout."""
+    """The checkout's revision and whether it has uncommitted changes.
+
+    A copy without its history (an image, a node's scratch) takes the revision from SPEC_GIT_REVISION; else it is None.
+    """
+    exported = os.environ.get("SPEC_GIT_REVISION")
+    if exported:
+        return {"revision": exported, "dirty": False}
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:

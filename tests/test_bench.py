@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cells, measure
+from bench import cells, measure, spec_bench
 from bench.bench_engine import RESULT, STAGE, body
 from bench.cells import alpha_interval, measure_cell, median_interval
 from bench.drafters import PLAIN, drafter_of, labels_of, length_of
@@ -345,3 +345,20 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     assert result["command"].startswith("python -m bench.bench_engine --config")
     assert {row["temperature"] for row in result["rows"] if "gate" not in row} == {0.0, 1.0}
     assert {name: record["state"] for name, record in result["gates"].items()} == {"G1": "pass", "G2": "pass"}
+
+
+def test_spec_bench_measures_every_variant_in_every_category(tmp_path: Path, data_root: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"category": "a", "turns": ["What?", "Why?"]}, {"category": "b", "prompt": "Say it."}]
+    prompts.write_text("\n".join(json.dumps(line) for line in [*lines, lines[0]]))
+    out = tmp_path / "result.json"
+    options = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "6"]
+    assert spec_bench.main(["--config", str(CONFIG), *options]) == 0
+    rows = read_result(out)["rows"]
+    variants = [("none", "none", 0), ("model", "fixed", 1), ("model", "fixed", 2), ("model", "adaptive", 2)]
+    assert [(r["drafter"], r["controller"], r["k"]) for r in rows] == variants * 2
+    assert [r["prompt_set"] for r in rows] == ["a"] * 4 + ["b"] * 4
+    assert [r["batch"] for r in rows] == [2] * 4 + [1] * 4
+    assert all(r["texts_as_plain"] == r["texts"] for r in rows)
+    prompts.write_text(json.dumps({"prompt": "no category"}))
+    assert spec_bench.main(["--config", str(CONFIG), *options]) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import gates, report
+from bench import gates, report, results
 from bench.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
 from bench.tables import gate_table, to_markdown, to_text
 
@@ -152,7 +152,7 @@ def test_report_depends_on_the_files_alone(tmp_path: Path) -> None:
         texts.append(out.read_text())
     assert texts[0] == texts[1]
     assert "| a | 0 | 1 | model (keep_layers=2) | 2 | 50 [49, 52] | 1.25 | 0.5 |" in texts[0]
-    assert texts[0].index("## another") < texts[0].index("## demo")
+    assert texts[0].index("## 04_bench_engine: another") < texts[0].index("## 04_bench_engine: demo")
 
 
 def test_report_shows_the_evidence_of_a_gate(tmp_path: Path) -> None:
@@ -178,3 +178,10 @@ def test_tables_align_and_escape() -> None:
     table = gate_table({"gates": {"G1": gate("pass", value=0.123456, limit=4, reason="a|b")}})
     assert to_text(table).splitlines()[1].split() == ["G1", "pass", "0.123", "4", "a|b"]
     assert to_markdown(table).splitlines()[2] == "| G1 | pass | 0.123 | 4 | a\\|b |"
+
+
+def test_a_copy_without_history_takes_its_revision_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEC_GIT_REVISION", "abc123")
+    assert results.git_revision() == "abc123"

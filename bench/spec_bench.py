@@ -1,0 +1,126 @@
+"""Every drafter and controller over a prompt file with categories, such as Spec-Bench (arXiv 2401.07851).
+
+    python -m bench.spec_bench --config configs/demo.yaml --prompts "$SPEC_PROMPTS/spec_bench_480.jsonl" \\
+        --out results/spec_bench.json
+
+The file is JSONL with a `category` in each row; of a conversation the first turn is used. Each category is decoded
+once by every variant on the same requests (bench/measure.py says how throughput is measured).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.cells import row
+from bench.drafters import PLAIN, Label, drafter_of, labels_of, length_of
+from bench.measure import EngineVariant, Workload, warm_up
+from bench.results import write_result
+from data.common import encode_prompt, stop_ids_of
+from pipeline import rows
+from pipeline.config import Config, load_config
+
+
+def prompts_by_category(path: Path) -> dict[str, list[list[dict[str, str]]]]:
+    """Messages of each row, by category. ValueError naming the line that cannot be used."""
+    categories: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        problem = rows.problem_with(line)
+        record = {} if problem else json.loads(line)
+        if problem or not isinstance(record.get("category"), str):
+            raise ValueError(f"{path}:{number}: {problem or 'no category'}; every row needs a prompt and a category")
+        categories[record["category"]].append(rows.read(record)[0])
+    return categories
+
+
+class CategoryBench:
+    """The config's pair, decoding one category after the other."""
+
+    def __init__(self, config: Config, *, batch: int, max_tokens: int, temperature: float) -> None:
+        import torch
+
+        from pipeline.models import load_draft, load_target, load_tokenizer
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.config, self.batch, self.max_tokens, self.temperature = config, batch, max_tokens, temperature
+        self.target = load_target(config.models, device)
+        self.draft = load_draft(config.models, self.target, device)
+        self.tokenizer = load_tokenizer(config.models)
+
+    def measure(self, category: str, messages: Sequence[Any], labels: Sequence[Label]) -> Iterator[dict[str, Any]]:
+        """One result row a variant, plain decoding first. Prompts that do not fit the target's context are left out
+        and counted."""
+        room = int(self.target.config.max_position_embeddings) - self.max_tokens
+        encoded = [encode_prompt(self.tokenizer, each) for each in messages]
+        fitting = [ids for ids in encoded if len(ids) <= room]
+        workload = Workload(
+            prompts=fitting,
+            batch=min(self.batch, len(fitting)),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            stop_ids=stop_ids_of(self.target, self.tokenizer),
+            seed=self.config.bench_engine.seed,
+        )
+        requests = [workload.request(index, 0) for index in range(len(fitting))]
+        plain = None
+        for label in (PLAIN, *labels):
+            variant = EngineVariant(
+                self.target,
+                drafter_of(label, self.draft),
+                k=length_of(label),
+                batch=workload.batch,
+                capacity=workload.longest,
+            )
+            warm_up([variant], workload, lambda: None)
+            measured = variant.run(requests)
+            plain = plain or measured
+            names = {"target": self.config.models.target, "dtype": self.config.models.dtype, "prompt_set": category}
+            yield names | row(label, workload, [measured], [plain]) | {"left_out": len(encoded) - len(fitting)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.spec_bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--prompts", required=True, type=Path)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args(argv)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        config = load_config(args.config, args.set)
+        categories = prompts_by_category(args.prompts)
+    except (ValueError, OSError) as error:
+        print(f"bench.spec_bench: {error}", file=sys.stderr)
+        return 2
+    bench = CategoryBench(config, batch=args.batch, max_tokens=args.max_tokens, temperature=args.temperature)
+    labels = labels_of(config.bench_engine.drafters, config.bench_engine.controllers, config.bench_engine.ks)
+    measured = []
+    for category, messages in categories.items():
+        for one in bench.measure(category, messages, labels):
+            measured.append(one)
+            print(_line(one), flush=True)
+    write_result(args.out, stage="spec_bench", run=config.run, rows=measured, gates={}, started=started)
+    print(f"written to {args.out}")
+    return 0
+
+
+def _line(one: dict[str, Any]) -> str:
+    alpha = "-" if one["alpha"] != one["alpha"] else f"{one['alpha']:.3f}"
+    return (
+        f"{one['prompt_set']:<16}{one['drafter']:<8}{one['controller']:<10}{one['k']:>3}"
+        f"{one['tokens_per_s']:>9.1f} tok/s {one['speedup']:>6.2f}x  alpha {alpha}"
+        f"  tokens a round {one['tokens_per_round']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
