@@ -21,7 +21,7 @@ from specdec.stats import RoundStats
 __all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "PerRow", "RowRound"]
 
 EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
-EXPLORE_ROUNDS = 16  # the fewest rounds between two of them
+EXPLORE_ROUNDS = 8  # the fewest rounds between two of them
 ENOUGH_TESTS, ENOUGH_TIMES = 40.0, 40  # what makes a neighbouring length known
 NEAR_PLAIN = 1.25  # so close a gain over k = 0 is worth timing k = 0 again
 SURE = 0.98  # rates are not tested for above this
@@ -92,7 +92,7 @@ class Adaptive(Measured):
         self._plan_rows = plan_rows
         self._prober = Prober()
         self._book = RowBook(self.k_max)
-        self._since_explored, self._turn = 0, 0
+        self._since_beside, self._since_plain, self._turn = 0, 0, 1
         self._since_entry, self._changes = 0, 0
 
     def choose(self, rows: int) -> int:
@@ -164,21 +164,23 @@ class Adaptive(Measured):
         return k if saved_s > self._costs.catch_up_s(rows, missed_tokens) else 0
 
     def _explored(self, rows: int, speeds: Sequence[float]) -> int:
-        """The present length; now and then one beside it, as seldom as its loss demands."""
-        self._since_explored += 1
-        if self._since_explored < EXPLORE_ROUNDS:
-            return self._k
-        k = (self._k + 1, self._k - 1, self._k + 1, self._k - 1, 0)[self._turn % 5]
-        if not self._unknown(rows, k, speeds):
-            self._turn += 1
-            return self._k
-        seconds = self._costs.round_s(rows, k)
-        loss = max(0.0, 1 - speeds[k] / speeds[self._k]) * seconds
-        loss += self._costs.catch_up_s(rows, rows) if k == 0 else 0.0
-        if self._since_explored * EXPLORE_SHARE * self._costs.round_s(rows, self._k) < loss:
-            return self._k
-        self._since_explored, self._turn = 0, self._turn + 1
-        return k
+        """The present length; now and then one beside it, or none, each as seldom as its loss demands."""
+        self._since_beside, self._since_plain, self._turn = self._since_beside + 1, self._since_plain + 1, -self._turn
+        for k in (self._k + self._turn, self._k - self._turn):
+            if k > 0 and self._worth_a_round(rows, k, speeds, self._since_beside):
+                self._since_beside = 0
+                return k
+        if self._worth_a_round(rows, 0, speeds, self._since_plain):
+            self._since_plain = 0
+            return 0
+        return self._k
+
+    def _worth_a_round(self, rows: int, k: int, speeds: Sequence[float], since: int) -> bool:
+        if since < EXPLORE_ROUNDS or not self._unknown(rows, k, speeds):
+            return False
+        loss_s = max(0.0, 1 - speeds[k] / speeds[self._k]) * self._costs.round_s(rows, k)
+        loss_s += self._costs.catch_up_s(rows, rows) if k == 0 else 0.0
+        return since * EXPLORE_SHARE * self._costs.round_s(rows, self._k) >= loss_s
 
     def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
         """Whether a round of k drafts would teach something that could change the choice."""

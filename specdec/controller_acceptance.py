@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import exp, lgamma, log
 
 WINDOWS = (24.0, 128.0, 512.0, 2000.0)  # tested tokens
-CHANGE_EVIDENCE = 7.0  # nats; at ln(1100) a false alarm is rare, and .9 -> .35 is seen after about a dozen tokens
+CHANGE_EVIDENCE = 5.5  # nats; .9 -> .35 is seen after about a dozen and a half tests, false alarms are rare
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.75, 2.0
 NOISE_SDS = 2.5  # a position is taken to be like the one before it until it differs by this
 
@@ -106,6 +106,6 @@ class Acceptance:
             excess = accepted - reached * rate
             noise = NOISE_SDS**2 * (reached * rate * (1 - rate) + 0.25)  # 0.25: counts are whole
             if excess * excess > noise:
-                rate += (1 - noise / (excess * excess)) * excess / reached
+                rate += (1 - (noise / (excess * excess)) ** 2) * excess / reached
             rates.append(rate)
         return rates

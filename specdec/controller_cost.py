@@ -7,13 +7,14 @@ lengths last timed long ago do not look cheap when everything became dearer (a g
 """
 
 from collections.abc import Sequence
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 from operator import add
 from statistics import median
 
 FIRST = 5  # a level starts as the median of this many samples: one outlier does no harm
+SETTLED = 3  # with fewer samples a level may be one outlier: it does not bend the line, nor stray far from it
 PULL = 8.0  # samples that the line through the other lengths counts for
-LEVEL_GAIN, DRIFT_GAIN = 0.01, 0.02
+LEVEL_GAIN, DRIFT_GAIN = 0.004, 0.04
 CLIP = 0.1  # the most that one sample's log error counts
 STREAK = 6  # so many clipped errors of one sign in a row are a new level, not outliers
 
@@ -71,10 +72,14 @@ class Curve:
         if parent is not None and len(self.levels) < 2:
             return self._scaled(parent.times())
         if self._times is None:
-            start, slope = _weighted_line([(k, v.seconds, min(v.count, 16)) for k, v in self.levels.items()])
+            known = [(k, v) for k, v in self.levels.items() if v.count >= SETTLED]
+            known = known if len(known) > 1 else list(self.levels.items())
+            start, slope = _weighted_line([(k, v.seconds, min(v.count, 16)) for k, v in known])
             times = [start + slope * k for k in range(self._k_max + 1)]
             for k, level in self.levels.items():
-                times[k] += (level.seconds - times[k]) * level.count / (level.count + PULL)
+                off = (level.seconds - times[k]) * level.count / (level.count + PULL)
+                limit = CLIP * times[k] if level.count < SETTLED else inf
+                times[k] += max(-limit, min(limit, off))
             drift = exp(self._log_drift)
             self._times = [max(seconds, 0.0) * drift for seconds in times]
         return self._times

@@ -39,6 +39,11 @@ class Measured:
         self._asked, self._silent = 0, 0
         self._last_times: tuple[float, float] | None = None
 
+    @property
+    def k(self) -> int:
+        """The length believed best; a round may draft another to probe, explore or time."""
+        return self._k
+
     def observe(self, round: RoundStats) -> None:
         self._observe_times(round, self._missed * round.rows)
         self._acceptance.observe(round.reached, round.accepted)

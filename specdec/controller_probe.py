@@ -85,7 +85,7 @@ class Prober:
             return False
         now = outlook()
         self._ask_at = self._idle_tokens + 4  # when it is not due, asking every round would cost more than it brings
-        limit = 4 * max(now.loss_s, 0.0)
+        limit = 2 * max(now.loss_s, 0.0)
         self._allowance_s = limit if self._allowance_s is None else min(self._allowance_s, limit)
         hopeless = now.promising is None and self._idle_tokens < HOPELESS
         if hopeless or self._allowance_s < now.loss_s:
@@ -107,7 +107,7 @@ class Prober:
             for r, a, old in zip(reached, accepted, believed, strict=False)
         )
         shown = self._support >= log(self._outlook.proof)
-        if shown or self._support <= REJECT or self._rounds >= LONGEST_BURST:
+        if shown or self._support <= REJECT or self._rounds >= (LONGEST_BURST if self._outlook.promising else 2):
             self._end()
         return shown
 

@@ -172,10 +172,12 @@ def simulate(
     noise: Noise | None = None,
     max_rounds: int | None = None,
 ) -> Run:
-    """Decode all requests of the trace, `slots` at a time, or `max_rounds` rounds of it."""
+    """Decode the requests of the trace, `slots` at a time, until a row is done and none is left to take its place (or
+    for `max_rounds` rounds): speeds are those of full slots, not of the last rows trickling out."""
     noise, rng = noise or Noise(), np.random.default_rng(seed)
     batch, run = Batch.start(trace, slots), Run()
-    while len(batch.requests) and len(run.k) != max_rounds:
+    full = len(batch.requests)
+    while len(batch.requests) == full and len(run.k) != max_rounds:
         lengths = policy.lengths(batch)
         accepted = trace.accepted(batch.requests, batch.offsets, lengths)
         drafting = lengths > 0
