@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_text import TEXTS, byte_tokenizer, save_toy
+from toy_text import WORDS, byte_tokenizer, save_toy
 from transformers import AutoModelForCausalLM
 
 from bench.tiny_models import noisy_copy, tiny_model
@@ -64,7 +65,7 @@ def test_text_is_that_of_plain_decoding_and_streams_are_the_same(target, decoder
         assert each.text == TOKENIZER.decode(each.token_ids, skip_special_tokens=True)
         assert (each.finish_reason, len(each.token_ids)) == ("length", 24)
     for settings in ({"max_tokens": 24}, {**SAMPLED, "seed": 5, "stop": ["t", "a"]}):
-        for prompt, whole in zip(PROMPTS, decoder.generate(PROMPTS, **settings), strict=True):
+        for prompt, whole in zip(PROMPTS[:3], decoder.generate(PROMPTS[:3], **settings), strict=True):
             stream = decoder.stream(prompt, **settings)
             assert "".join(stream) == whole.text
             assert stream.result().token_ids == whole.token_ids
@@ -113,9 +114,9 @@ def test_every_substring_as_a_stop_string(decoder) -> None:
 
 
 def test_samples_differ_and_do_not_depend_on_company(decoder) -> None:
-    done = decoder.generate(PROMPTS, n=4, seed=7, **SAMPLED)
-    assert [(each.index, each.sample) for each in done] == [(i, s) for i in range(5) for s in range(4)]
-    for index, prompt in enumerate(PROMPTS):
+    done = decoder.generate(PROMPTS[:3], n=4, seed=7, **SAMPLED)
+    assert [(each.index, each.sample) for each in done] == [(i, s) for i in range(3) for s in range(4)]
+    for index, prompt in enumerate(PROMPTS[:2]):
         ours = texts(done[4 * index : 4 * index + 4])
         assert len(set(ours)) == 4
         assert texts(decoder.generate(prompt, n=4, seed=7, **SAMPLED)) == ours
@@ -126,7 +127,7 @@ def test_samples_differ_and_do_not_depend_on_company(decoder) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "with", "garbage"])
 def test_cancelling_frees_the_slot(decoder, how: str) -> None:
-    long = {"max_tokens": 100, "temperature": 1.0}
+    long = {"max_tokens": 40, "temperature": 1.0}
     others = [decoder.stream(prompt, **long) for prompt in PROMPTS[:2]]
     stream = decoder.stream(PROMPTS[2], **long)
     first = next(stream)
@@ -144,7 +145,7 @@ def test_cancelling_frees_the_slot(decoder, how: str) -> None:
         result = stream.result()
         assert result.finish_reason == "cancelled"
         assert result.text.startswith(first)
-        assert 0 < len(result.token_ids) < 100
+        assert 0 < len(result.token_ids) < 40
     assert ["".join(each) for each in others] == texts(decoder.generate(PROMPTS[:2], **long))
     assert not decoder._running
 
@@ -290,7 +291,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("draft", "bare"):
         like.save_pretrained(made[name])
     TOKENIZER.save_pretrained(made["draft"])
-    save_toy(made["other"], byte_tokenizer(300, texts=[text.upper() for text in TEXTS]))
+    save_toy(made["other"], byte_tokenizer([word.upper() for word in WORDS]))
     prune_head(like, range(1, SIZE, 2))
     save_pruned(like, range(1, SIZE, 2), made["pruned"])
     return made
@@ -393,15 +394,10 @@ def read_until(process: subprocess.Popen, wanted: bytes, seconds: float = 60.0) 
     return got
 
 
-def test_chat_goes_on_after_an_interrupt_and_ends_with_its_input(folders, tmp_path) -> None:
-    """Through a process of its own: Ctrl-C amid an answer that would take minutes, another question, Ctrl-D."""
+def test_chat_goes_on_after_an_interrupt_and_ends_with_its_input(folders) -> None:
+    """Through a process of its own: Ctrl-C amid an answer of 3,000 tokens, another question, Ctrl-D."""
     command = [sys.executable, "-m", "specdec", "--target", str(folders["target"]), "--draft", "ngram"]
-    options = ["--max-tokens", "100000", "--capacity", "100300", "--stop", "no such text", "--color"]
-    config = json.loads((folders["target"] / "config.json").read_text())
-    copy = tmp_path / "long"
-    save_toy(copy, TOKENIZER, max_positions=config["max_position_embeddings"])
-    command[4] = str(copy)
-    options[1], options[3] = "8000", "8100"
+    options = ["--max-tokens", "3000", "--capacity", "8190", "--color"]
     process = subprocess.Popen(
         [*command, *options], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -417,7 +413,9 @@ def test_chat_goes_on_after_an_interrupt_and_ends_with_its_input(folders, tmp_pa
         process.stdin.close()
         assert process.wait(30) == 0
         assert process.stderr is not None
-        assert process.stderr.read().decode().count("tokens/s") == 2
+        counts = [int(count) for count in re.findall(r"\[(\d+) tokens,", process.stderr.read().decode())]
+        assert len(counts) == 2
+        assert max(counts) < 3000
     finally:
         process.kill()
         process.wait()

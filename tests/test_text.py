@@ -5,11 +5,11 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_text import byte_tokenizer, split_into_tokens
 
 from specdec.request import Completion
 from specdec.stream import Track
 from specdec.text import IncrementalText, StopStrings
-from toy_text import byte_tokenizer, split_into_tokens
 
 TOKENIZER = byte_tokenizer()
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -128,3 +128,12 @@ def test_stop_id_is_a_token_but_no_text_and_min_tokens_are_not_searched() -> Non
     assert track.result is not None
     assert (track.result.text, track.result.token_ids) == ("aa", [a, a, b])
     assert [(piece.text, piece.drafted) for piece in track.pieces] == [("aa", False)]
+
+
+def test_broken_bytes_without_end_are_not_held_without_end() -> None:
+    """A model that writes nothing else would seem to hang."""
+    [half] = TOKENIZER.convert_tokens_to_ids(["ð"])
+    incremental = IncrementalText(TOKENIZER)
+    out = "".join(incremental.push(half) for _ in range(50))
+    assert out == BROKEN * 49
+    assert [incremental.push(token) for token in TOKENIZER("a日").input_ids][-1] == "日"
