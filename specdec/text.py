@@ -23,10 +23,9 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._context = list(prompt_ids[-_CONTEXT:])
         self._pending: list[int] = []
-        before = self._decode(self._context)
-        if before.endswith(_BROKEN):
-            self._context, before = [], ""
-        self._given = len(before)  # characters of the decoded context and pending tokens that are out already
+        self._given = len(
+            self._decode(self._context)
+        )  # characters of the decoded context and pending tokens that are out already
 
     def push(self, token: int) -> str:
         """The text that is certain now and was not before."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from toy_text import WORDS, byte_tokenizer, save_toy
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = byte_tokenizer()
 SIZE = len(TOKENIZER)
 PROMPTS = ["the cat", "日本", "on the mat 😀", "a", "hat hat hat"]
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 SAMPLED = {"temperature": 1.0, "max_tokens": 24}
 
 
@@ -108,7 +110,7 @@ def test_every_substring_as_a_stop_string(decoder) -> None:
         assert result.text == "".join(pieces) == whole.text[: whole.text.index(stop)]
         assert (result.finish_reason, result.stop_string) == ("stop", stop)
         assert TOKENIZER.decode(result.token_ids) == result.text + stop
-        assert occupied(decoder) == 0
+        assert result.stats.tokens <= len(result.token_ids) + 4
     [late] = decoder.generate("the", stop=whole.text[2], min_tokens=5, **settings)
     assert late.text == whole.text[: whole.text.find(whole.text[2], 5)] if late.stop_string else whole.text
 
@@ -160,6 +162,13 @@ def test_cancelling_within_a_callback_and_while_waiting(target, draft) -> None:
     assert running.result().finish_reason == queued.result().finish_reason == "cancelled"
     assert (len(queued.result().token_ids), occupied(decoder)) == (0, 0)
     waiting.clear()
+    decoder = SpecDecoder(target, TOKENIZER, NgramDrafter(), num_slots=1, capacity=128)
+    stream, take = decoder.stream(PROMPTS[0], max_tokens=100), decoder.engine._on_tokens
+    # Amid a round, as garbage collection may: the row would be released twice.
+    decoder.engine._on_tokens = lambda *tokens: (take(*tokens), stream.cancel())
+    assert stream.result().finish_reason == "cancelled"
+    assert len(stream.result().token_ids) < 9
+    decoder.engine._on_tokens = take
     assert texts(decoder.generate(PROMPTS[0], max_tokens=9))[0]
 
 
@@ -234,6 +243,11 @@ def test_chat_template_and_end_of_text(target, draft) -> None:
     ]
     assert len({done[0].text for done in same}) == 1
     assert decoder._ask({}, n=1, stop=(), chat=False).params.stop_ids == (0, 5)
+    with_start = byte_tokenizer()
+    with_start.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    assert with_start("a").input_ids[0] == 0
+    decoder.tokenizer = with_start
+    assert decoder._encode(messages, chat=False) == TOKENIZER(written).input_ids  # the template writes the start
     [whole] = same[0]
     model.generation_config.eos_token_id = whole.token_ids[4]
     [stopped] = SpecDecoder(model, TOKENIZER, capacity=256).generate(messages, max_tokens=12)
@@ -250,10 +264,10 @@ def test_logprobs_are_by_token_and_cut_with_the_text(target, draft) -> None:
     logits = target(torch.tensor([[*TOKENIZER("the").input_ids, *whole.token_ids]])).logits[0, -25:-1]
     chosen = logits.log_softmax(-1)[range(24), whole.token_ids]
     assert torch.allclose(torch.from_numpy(whole.logprobs.token_logprob).double(), chosen, atol=1e-4)
-    stop = next(letter for letter in whole.text if letter.isalnum())
-    [cut] = decoder.generate("the", stop=stop, **SAMPLED)
-    assert cut.logprobs is not None
-    assert len(cut.logprobs.token_logprob) == len(cut.token_ids) < 24
+    for stop in set(whole.text) - {BROKEN}:
+        [cut] = decoder.generate("the", stop=stop, **SAMPLED)
+        assert cut.logprobs is not None
+        assert len(cut.logprobs.token_logprob) == len(cut.token_ids) <= 24
 
 
 def test_bad_settings_raise_and_bad_prompts_harm_no_other(target, decoder) -> None:
