@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Generation, NgramDrafter, SpecDecoder, SuffixDrafter
 from specdec.__main__ import main
+from specdec.controller import Adaptive
 from specdec.pruned import prune_head, save_pruned
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -338,6 +339,10 @@ def test_controller_takes_the_place_of_k(folders) -> None:
     )
     decoder.generate("the", max_tokens=5)
     assert set(seen) == {2}
+    adaptive = SpecDecoder.from_pretrained(folders["target"], "ngram", controller=Adaptive(k_max=3), capacity=64)
+    [answer] = adaptive.generate("the", max_tokens=20)
+    assert answer.text == decoder.generate("the", max_tokens=20)[0].text
+    assert adaptive.engine.k_max == 3
 
 
 def test_sources_that_do_not_fit_are_refused(folders, tmp_path) -> None:
