@@ -6,8 +6,9 @@ target ids: row i of the head stands for target id head_ids[i]. The draft reads 
 (config.vocab_size) covers all of them.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from specdec.drafter import ModelDrafter
 from specdec.vocab import pruned_head_map
@@ -52,8 +54,8 @@ def load_pruned(folder: "str | PathLike[str]", *, target_size: int, dtype: Any, 
         raise ValueError(
             f"{folder}: {_HEAD} has {len(weight_ND)} rows, {HEAD_IDS} {len(head_ids)} ids; expected as many"
         )
-    # The head's shape is not the config's, so transformers leaves it as initialised; it is set below.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
+    with _quiet():  # it would report that the head's shape is not the config's
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
     _set_head(model, weight_ND.to(model.dtype))
     embedded = model.get_input_embeddings().weight.shape[0]
     if embedded < target_size:
@@ -61,6 +63,16 @@ def load_pruned(folder: "str | PathLike[str]", *, target_size: int, dtype: Any, 
             f"{folder}: the draft embeds {embedded} ids, the target has {target_size}; expected all of them"
         )
     return ModelDrafter(model.to(device), vocabulary=pruned_head_map(head_ids, target_size))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _set_head(model: PreTrainedModel, weight_ND: Tensor) -> None:

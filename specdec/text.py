@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _CONTEXT = 5  # prompt tokens that the first piece is decoded behind
+# With byte fallback, one for each of up to four bytes of the last whole character and up to three of the next.
+_MOST_HELD = 8
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -13,24 +15,26 @@ class IncrementalText:
     A token's text depends on what stands before it (sentencepiece drops a space at the start), so each is decoded
     behind a few earlier ones. A character may be spread over tokens: byte-level BPE may write "\N{GRINNING FACE}",
     f0 9f 98 80, as the tokens f0 9f | 98 | 80, of which each but the last decodes to replacement characters at the
-    end. Those are held back until later tokens complete them, or `flush` says that none will come. Special tokens
-    are left out.
+    end. Those are held back until later tokens complete them, or `flush` says that none will come; so long a row of
+    them that no token can complete it is let out, all but the last. Special tokens are left out.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._context = list(prompt_ids[-_CONTEXT:])
         self._pending: list[int] = []
-        before = self._decode(self._context)
-        if before.endswith(_BROKEN):
-            self._context, before = [], ""
-        self._given = len(before)  # characters of the decoded context and pending tokens that are out already
+        self._given = len(
+            self._decode(self._context)
+        )  # characters of the decoded context and pending tokens that are out already
 
     def push(self, token: int) -> str:
         """The text that is certain now and was not before."""
         self._pending.append(token)
         text = self._decode(self._context + self._pending)
-        piece = text.rstrip(_BROKEN)[self._given :]
+        whole = text.rstrip(_BROKEN)
+        if len(text) - len(whole) > _MOST_HELD:
+            whole = text[:-1]
+        piece = whole[self._given :]
         self._given += len(piece)
         if piece and not text.endswith(_BROKEN):
             self._context, self._pending = self._pending, []

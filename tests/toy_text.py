@@ -1,11 +1,13 @@
 """A small byte-level BPE tokenizer, made here, whose tokens split characters; and a decoder's folder around it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from bench.tiny_models import tiny_model
 
@@ -13,19 +15,27 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TEXTS = ["the cat sat on the mat 日本語 日本 😀😀🎉 the hat", "字 日 語 😀 é ß"] * 3
+# Each is merged from the left; "日"[:2] stands for the first two of its three bytes.
+WORDS = ("the", "hat", " cat", " on", " mat", "at", "語")
+PARTS = (("日", 2), ("😀", 2), ("😀", 3), ("本", 3))
 
 
-def byte_tokenizer(size: int = 290, *, texts: list[str] = TEXTS, template: str | None = TEMPLATE) -> Any:
-    """256 bytes, <eos>, and merges learned from `texts`, some of which are parts of characters."""
-    tokenizer = Tokenizer(models.BPE())
+def byte_tokenizer(words: Sequence[str] = WORDS, *, template: str | None = TEMPLATE) -> Any:
+    """256 bytes, <eos>, and the tokens on the way to `words` and PARTS: some end within a character."""
+    alphabet = bytes_to_unicode()
+    strings = [word.encode() for word in words] + [sign.encode()[:size] for sign, size in PARTS]
+    vocab = {"<eos>": 0} | {letter: 1 + byte for byte, letter in sorted(alphabet.items())}
+    merges: dict[tuple[str, str], None] = {}
+    for string in strings:
+        letters = [alphabet[byte] for byte in string]
+        for size in range(1, len(letters)):
+            merges["".join(letters[:size]), letters[size]] = None
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<eos>"], initial_alphabet=sorted(alphabet), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(["<eos>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     fast.chat_template = template
     return fast
@@ -41,9 +51,10 @@ def split_into_tokens(tokenizer: Any, text: str, cuts: Random) -> list[int]:
 
 
 def save_toy(folder: Path, tokenizer: Any, **model_options: Any) -> Path:
-    """A folder with a tiny random model of this tokenizer."""
+    """A folder with a tiny random model of this tokenizer, whose greedy text never ends by itself."""
     options = {"layers": 2, "logit_std": 4.0, **model_options}
     model = tiny_model(vocab=len(tokenizer), **options)
+    model.lm_head.weight[tokenizer.eos_token_id] = 0.0
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
