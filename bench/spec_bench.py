@@ -3,8 +3,9 @@
     python -m bench.spec_bench --config configs/demo.yaml --prompts "$SPEC_PROMPTS/spec_bench_480.jsonl" \\
         --out results/spec_bench.json
 
-The file is JSONL with a `category` in each row; of a conversation the first turn is used. Each category is decoded
-once by every variant on the same requests (bench/measure.py says how throughput is measured).
+The file is JSONL with a `category` in each row; of a conversation the first turn is used. In each category every
+variant decodes the same requests, in turn there and back (bench/measure.py says how throughput is measured); the batch
+is at most a quarter of a category's prompts, so that slots can be refilled.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.cells import row
 from bench.drafters import PLAIN, Label, drafter_of, labels_of, length_of
-from bench.measure import EngineVariant, Workload, warm_up
+from bench.measure import EngineVariant, Workload, interleave, warm_up
 from bench.results import write_result
 from data.common import encode_prompt, stop_ids_of
 from pipeline import rows
@@ -53,7 +54,7 @@ class CategoryBench:
         self.draft = load_draft(config.models, self.target, device)
         self.tokenizer = load_tokenizer(config.models)
 
-    def measure(self, category: str, messages: Sequence[Any], labels: Sequence[Label]) -> Iterator[dict[str, Any]]:
+    def measure(self, category: str, messages: Sequence[Any], labels: Sequence[Label]) -> list[dict[str, Any]]:
         """One result row a variant, plain decoding first. Prompts that do not fit the target's context are left out
         and counted."""
         room = int(self.target.config.max_position_embeddings) - self.max_tokens
@@ -61,27 +62,30 @@ class CategoryBench:
         fitting = [ids for ids in encoded if len(ids) <= room]
         workload = Workload(
             prompts=fitting,
-            batch=min(self.batch, len(fitting)),
+            batch=max(1, min(self.batch, len(fitting) // 4)),
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             stop_ids=stop_ids_of(self.target, self.tokenizer),
             seed=self.config.bench_engine.seed,
         )
-        requests = [workload.request(index, 0) for index in range(len(fitting))]
-        plain = None
-        for label in (PLAIN, *labels):
-            variant = EngineVariant(
-                self.target,
-                drafter_of(label, self.draft),
-                k=length_of(label),
-                batch=workload.batch,
-                capacity=workload.longest,
-            )
-            warm_up([variant], workload, lambda: None)
-            measured = variant.run(requests)
-            plain = plain or measured
-            names = {"target": self.config.models.target, "dtype": self.config.models.dtype, "prompt_set": category}
-            yield names | row(label, workload, [measured], [plain]) | {"left_out": len(encoded) - len(fitting)}
+        every = (PLAIN, *labels)
+        variants = [self._variant(label, workload) for label in every]
+        warm_up(variants, workload, lambda: None)
+        measured = interleave(variants, workload, 1, lambda: None)
+        names = {"target": self.config.models.target, "dtype": self.config.models.dtype, "prompt_set": category}
+        return [
+            names | row(label, workload, passes, measured[0]) | {"left_out": len(encoded) - len(fitting)}
+            for label, passes in zip(every, measured, strict=True)
+        ]
+
+    def _variant(self, label: Label, workload: Workload) -> EngineVariant:
+        return EngineVariant(
+            self.target,
+            drafter_of(label, self.draft),
+            k=length_of(label),
+            batch=workload.batch,
+            capacity=workload.longest,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,12 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     bench = CategoryBench(config, batch=args.batch, max_tokens=args.max_tokens, temperature=args.temperature)
     labels = labels_of(config.bench_engine.drafters, config.bench_engine.controllers, config.bench_engine.ks)
-    measured = []
+    measured: list[dict[str, Any]] = []
     for category, messages in categories.items():
-        for one in bench.measure(category, messages, labels):
-            measured.append(one)
-            print(_line(one), flush=True)
-    write_result(args.out, stage="spec_bench", run=config.run, rows=measured, gates={}, started=started)
+        found = bench.measure(category, messages, labels)
+        measured += found
+        print("\n".join(map(_line, found)), flush=True)
+        # Written after each category, so that a run that is cut short leaves what it has.
+        write_result(args.out, stage="spec_bench", run=config.run, rows=measured, gates={}, started=started)
     print(f"written to {args.out}")
     return 0
 

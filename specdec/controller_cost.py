@@ -16,6 +16,7 @@ SETTLED = 3  # with fewer samples a level may be one outlier: it does not bend t
 PULL = 8.0  # samples that the line through the other lengths counts for
 LEVEL_GAIN, DRIFT_GAIN = 0.004, 0.04
 CLIP = 0.1  # the most that one sample's log error counts
+FLOOR = 0.2  # of the cheapest length timed: the least that another one is taken to cost
 STREAK = 6  # so many clipped errors of one sign in a row are a new level, not outliers
 
 
@@ -81,7 +82,9 @@ class Curve:
                 limit = CLIP * times[k] if level.count < SETTLED else inf
                 times[k] += max(-limit, min(limit, off))
             drift = exp(self._log_drift)
-            self._times = [max(seconds, 0.0) * drift for seconds in times]
+            # A line through noisy samples may cross zero where nothing was timed; no round is that cheap.
+            floor = FLOOR * min(level.seconds for level in self.levels.values())
+            self._times = [max(seconds, floor) * drift for seconds in times]
         return self._times
 
     def _scaled(self, there: Sequence[float]) -> list[float]:

@@ -358,7 +358,7 @@ def test_spec_bench_measures_every_variant_in_every_category(tmp_path: Path, dat
     variants = [("none", "none", 0), ("model", "fixed", 1), ("model", "fixed", 2), ("model", "adaptive", 2)]
     assert [(r["drafter"], r["controller"], r["k"]) for r in rows] == variants * 2
     assert [r["prompt_set"] for r in rows] == ["a"] * 4 + ["b"] * 4
-    assert [r["batch"] for r in rows] == [2] * 4 + [1] * 4
-    assert all(r["texts_as_plain"] == r["texts"] for r in rows)
+    assert {r["batch"] for r in rows} == {1}
+    assert all(r["texts_as_plain"] == r["texts"] > 0 for r in rows)
     prompts.write_text(json.dumps({"prompt": "no category"}))
     assert spec_bench.main(["--config", str(CONFIG), *options]) == 2

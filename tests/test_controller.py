@@ -331,3 +331,13 @@ def test_importing_the_controller_loads_neither_torch_nor_numpy() -> None:
 
 def test_geometric_tokens_at_one() -> None:
     assert geometric_tokens(1.0, 3) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_length_never_timed_is_never_taken_to_be_free() -> None:
+    """A steep line through two noisy lengths crosses zero before k = 0; dividing by that time once ended a run."""
+    table = CostTable(8)
+    for _ in range(6):
+        table.observe(1, 3, 0.001, 0.010)
+        table.observe(1, 4, 0.001, 0.030)
+    assert all(seconds > 0 for seconds in table.round_times(1))
+    assert all(seconds > 0 for seconds in table.rest_times(2))
