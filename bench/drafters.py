@@ -43,7 +43,8 @@ def drafter_of(label: Label, draft_model: Any) -> Any:
         case "ngram":
             return NgramDrafter()
         case "suffix":
-            return SuffixDrafter()
+            # A bench decodes its prompts several times over: what it remembers of them would be the answer itself.
+            return SuffixDrafter(remember=0)
     raise ValueError(f"drafter is {label.drafter!r}; expected none, model, ngram or suffix")
 
 

@@ -215,12 +215,29 @@ class FakeTokenizer:
         return str(ids)
 
 
+def readme_examples() -> list[str]:
+    """The Python blocks: the engine's and SpecDecoder's."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_readme_decoder_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.toy_text import byte_tokenizer, save_toy
+
+    save_toy(tmp_path / "SmolLM2-135M-Instruct", byte_tokenizer(), max_positions=8192)
+    monkeypatch.chdir(tmp_path)
+    _, example = readme_examples()
+    exec(compile(example, "README.md", "exec"), {})
+    assert re.search(r"^(length|stop), \d+ tokens, [\d.]+ a round$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_readme_engine_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 
     from bench.tiny_models import tiny_model
 
-    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    example, _ = readme_examples()
     loaders = {
         "AutoTokenizer": lambda name: FakeTokenizer(),
         "AutoModelForCausalLM": lambda name, **options: tiny_model("qwen3", vocab=256, layers=2, seed=len(name)),
