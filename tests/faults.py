@@ -367,7 +367,7 @@ DRAFT = (
     _fault(
         "hole after k = 0",
         "the draft never sees what was committed in rounds without drafts",
-        (engine.Engine._round, "drafter.prepare(slots, k, self._chunk) if drafter else 0", "0"),
+        (engine.Engine._round, "drafter.prepare(drafting, k, self._chunk) if drafter else 0", "0"),
     ),
     _fault(
         "stale draft tail",
