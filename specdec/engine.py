@@ -100,14 +100,18 @@ class Engine:
         completions: dict[int, Completion] = {}
         source = iter(requests)
         tickets: list[int] = []
+        waiting: set[int] = set()
         exhausted = False
-        while not exhausted or any(ticket not in completions for ticket in tickets):
+        while not exhausted or waiting:
             while not exhausted and len(self._queue) < len(self._slots):
                 request = next(source, None)
                 exhausted = request is None
                 if request is not None:
                     tickets.append(self.submit(request))
-            completions.update(self.step())
+                    waiting.add(tickets[-1])
+            done = self.step()
+            completions.update(done)
+            waiting.difference_update(ticket for ticket, _ in done)
         ours = [completions.pop(ticket) for ticket in tickets]
         self._done.extend(completions.items())  # of requests submitted before: still owed to `step`
         return ours
@@ -230,11 +234,6 @@ class Engine:
         before = [slot.length for slot in slots]
         for slot, report in zip(slots, reports, strict=True):
             slot.commit(report, max(lengths))
-            if self._on_tokens is not None and report.token_ids:
-                self._on_tokens(slot.ticket, report.token_ids, report.accepted)
-            if report.draft_bad and not slot.draft_bad:
-                slot.draft_bad = True
-                warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
         if self._drafter is not None:
             self._drafter.committed(slots, before, lengths)
         for slot in slots:
@@ -266,9 +265,15 @@ class Engine:
         self.stats = self.stats + self._last_round.acceptance
 
     def _inform(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
-        """The round's figures to the controller and to whoever listens."""
+        """Tell the controller and whoever listens. Last of all: a callback that raises finds the round complete."""
         assert self._last_round is not None
         self._lengths.inform(self._last_round, slots, reports, lengths)
+        if any(report.draft_bad for report in reports):
+            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
+        if self._on_tokens is not None:
+            for slot, report in zip(slots, reports, strict=True):
+                if report.token_ids:
+                    self._on_tokens(slot.ticket, report.token_ids, report.accepted)
         if self._on_round is not None:
             self._on_round(self._last_round)
 

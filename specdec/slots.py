@@ -40,6 +40,7 @@ class Slot:
         self.tokens.extend(report.token_ids)
         self.target_len = self.length - 1
         self.stats = self.stats + report.acceptance(k)
+        self.draft_bad |= report.draft_bad
         if report.logprobs is not None:
             self.logprobs.append(report.logprobs)
         if report.target_bad:

@@ -392,3 +392,55 @@ def test_unsupported_architectures_are_named() -> None:
     for model in models:
         with pytest.raises(ValueError, match=type(model).__name__):
             Engine(model, None, num_slots=1, capacity=16)
+
+
+@pytest.mark.parametrize("callback", ["on_round", "on_tokens"])
+def test_a_callback_that_raises_loses_nothing(target: PreTrainedModel, draft: PreTrainedModel, callback: str) -> None:
+    calls = itertools.count()
+
+    def raise_now_and_then(*_: object) -> None:
+        if next(calls) % 3 == 1:
+            raise RuntimeError("listener failed")
+
+    engine = Engine(target, draft, k=3, num_slots=3, capacity=64, **{callback: raise_now_and_then})
+    prompts = [prompt(n, n) for n in (2, 9, 5, 7)]
+    tickets = [engine.submit(Request(prompt_ids=p, params=SamplingParams(max_tokens=12))) for p in prompts]
+    done: dict[int, Completion] = {}
+    failures = 0
+    while engine.has_work:
+        try:
+            done.update(engine.step())
+        except RuntimeError:
+            failures += 1
+    assert failures > 1
+    assert [done[t].token_ids for t in tickets] == [greedy_reference(target, p, 12) for p in prompts]
+
+
+def test_generate_leaves_other_requests_to_step(target: PreTrainedModel) -> None:
+    engine = Engine(target, None, num_slots=2, capacity=32)
+    first = engine.submit(Request(prompt_ids=prompt(3), params=SamplingParams(max_tokens=4)))
+    (own,) = engine.generate([Request(prompt_ids=prompt(5), params=SamplingParams(max_tokens=6))])
+    assert own.token_ids == greedy_reference(target, prompt(5), 6)
+    done = dict(engine.step())
+    assert done[first].token_ids == greedy_reference(target, prompt(3), 4)
+    assert not engine.has_work
+
+
+def test_cancel_returns_what_there_is_and_frees_the_slot(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    engine = Engine(target, draft, k=2, num_slots=1, capacity=64, prefill_chunk=4)
+    running, waiting, after = (
+        engine.submit(Request(prompt_ids=prompt(n, n), params=SamplingParams(max_tokens=20))) for n in (9, 3, 6)
+    )
+    for _ in range(4):
+        engine.step()
+    assert engine.cancel(running)
+    assert engine.cancel(waiting)
+    assert not engine.cancel(running)
+    done: dict[int, Completion] = {}
+    while engine.has_work:
+        done.update(engine.step())
+    assert {done[t].finish_reason for t in (running, waiting)} == {"cancelled"}
+    got = done[running].token_ids
+    assert 0 < len(got) < 20
+    assert got == greedy_reference(target, prompt(9, 9), len(got))
+    assert done[after].token_ids == greedy_reference(target, prompt(6, 6), 20)
