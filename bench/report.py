@@ -27,6 +27,7 @@ CATEGORY_TABLES = {
     "tokens_per_round": "Tokens a round, by category:",
     "alpha": "alpha, by category:",
     "tokens_per_s": "Tokens/s, by category:",
+    "batch": "Batch, by category:",
 }
 INTRODUCTION = """\
 # Engine results

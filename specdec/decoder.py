@@ -194,8 +194,7 @@ class SpecDecoder:
                 self.cancel(track)
 
     def _ask(self, sampling: dict[str, Any], *, n: int, stop: str | Iterable[str], chat: bool) -> _Ask:
-        params = SamplingParams(**{"stop_ids": self._stop_ids, **sampling})
-        params.check(self.engine.vocab_size)
+        params = SamplingParams(**{"stop_ids": self._stop_ids, **sampling}).checked(self.engine.vocab_size)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop is {stop!r}; expected strings of at least one character")

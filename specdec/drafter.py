@@ -7,7 +7,7 @@ drawn from the law given with it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Proposal:
     bad_B: Tensor
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Host side: attach, admit, feed, prepare, committed, release. Inside the round: propose, roll_back."""
 
@@ -91,6 +92,7 @@ class ModelDrafter:
         self.min_confidence = min_confidence
 
     def attach(self, target: CachedModel, num_slots: int, capacity: int) -> None:
+        refuse_second_engine(self, "_held")
         if self._source.device != target.device:
             raise ValueError(f"target is on {target.device}, draft on {self._source.device}; expected one device")
         self.model = CachedModel(self._source, num_rows=num_slots, capacity=capacity)
@@ -211,8 +213,14 @@ class ModelDrafter:
         return k - 1
 
     def release(self, slot: Slot) -> None:
-        if slot.draft_bad or slot.error:
+        if slot.draft_bad or slot.finish_reason in ("error", "cancelled"):
             self.model.cache.clear_rows([slot.row])
+
+
+def refuse_second_engine(drafter: object, made_by_attach: str) -> None:
+    """ValueError when the drafter already has the buffers of an engine: its state is by row of that engine."""
+    if hasattr(drafter, made_by_attach):
+        raise ValueError(f"this {type(drafter).__name__} belongs to another engine; make a new one for each engine")
 
 
 def last_tokens(state: RowState, count: int) -> Tensor:

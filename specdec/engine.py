@@ -8,6 +8,8 @@ yields the first new token like any other round. Everything data-dependent insid
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +20,7 @@ from specdec.feed import feed
 from specdec.lengths import DraftLength, Lengths
 from specdec.model import CachedModel
 from specdec.report import RowReport, read_report
-from specdec.request import Completion, Request, check_ids
+from specdec.request import Completion, Request
 from specdec.round import decide, score
 from specdec.sampling import verify_drafts
 from specdec.slots import Slot
@@ -26,6 +28,7 @@ from specdec.state import RowState, features_of
 from specdec.stats import AcceptanceStats, RoundStats
 from specdec.timing import PhaseTimer
 
+_END = object()
 _RULES = {"token": verify_drafts, "block": verify_block}
 
 
@@ -62,16 +65,19 @@ class Engine:
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
         _check_sizes(num_slots=num_slots, capacity=capacity, prefill_chunk=prefill_chunk)
-        self._lengths = Lengths(k if draft is not None else 0, k_max)
+        lengths = Lengths(k, k_max)
+        self._lengths = lengths if draft is not None else Lengths(0, None)
         self.k_max = self._lengths.k_max
         buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
         self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
         self._drafter: Drafter | None = None
         if draft is not None and self.k_max > 0:
+            if not isinstance(draft, PreTrainedModel | Drafter):
+                raise ValueError(f"draft is a {type(draft).__name__}; expected a model, a Drafter, or None")
             self._drafter = ModelDrafter(draft) if isinstance(draft, PreTrainedModel) else draft
             self._drafter.attach(self._target, num_slots, buffer)
-        if not 0 <= top_logprobs <= self._target.vocab_size:
-            raise ValueError(f"top_logprobs is {top_logprobs}; expected 0 to {self._target.vocab_size}")
+        if type(top_logprobs) is not int or not 0 <= top_logprobs <= self._target.vocab_size:
+            raise ValueError(f"top_logprobs is {top_logprobs!r}; expected 0 to {self._target.vocab_size}")
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
         if rule not in _RULES:
             raise ValueError(f"rule is {rule!r}; expected one of {', '.join(_RULES)}")
@@ -104,10 +110,10 @@ class Engine:
         exhausted = False
         while not exhausted or waiting:
             while not exhausted and len(self._queue) < len(self._slots):
-                request = next(source, None)
-                exhausted = request is None
-                if request is not None:
-                    tickets.append(self.submit(request))
+                request = next(source, _END)
+                exhausted = request is _END
+                if not exhausted:
+                    tickets.append(self.submit(cast(Request, request)))
                     waiting.add(tickets[-1])
             done = self.step()
             completions.update(done)
@@ -120,10 +126,12 @@ class Engine:
         """Queue a request; its ticket comes back with its completion from `step`."""
         ticket, self._tickets = self._tickets, self._tickets + 1
         try:
-            self._check_request(request)
-            self._queue.append((ticket, request))
-        except (ValueError, TypeError) as error:
-            failed = Completion(id=request.id, token_ids=[], finish_reason="error", error=str(error))
+            if not isinstance(request, Request):
+                raise ValueError(f"got a {type(request).__name__}; expected a Request")
+            self._queue.append((ticket, self._checked(request)))
+        except ValueError as error:
+            name = getattr(request, "id", None)
+            failed = Completion(id=name, token_ids=[], finish_reason="error", error=str(error))
             self._done.append((ticket, failed))
         return ticket
 
@@ -154,11 +162,8 @@ class Engine:
         done, self._done = self._done, []
         return done
 
-    def _check_request(self, request: Request) -> None:
-        if len(request.prompt_ids) == 0:
-            raise ValueError("the prompt is empty; expected at least one token id")
-        check_ids("prompt_ids", request.prompt_ids, self._target.vocab_size)
-        request.params.check(self._target.vocab_size)
+    def _checked(self, request: Request) -> Request:
+        request = request.checked(self._target.vocab_size)
         total = len(request.prompt_ids) + request.params.max_tokens
         limit, name = min((self.capacity, "capacity"), (self._target.max_positions, "target's max positions"))
         if total > limit:
@@ -166,6 +171,7 @@ class Engine:
                 f"prompt ({len(request.prompt_ids)}) + max_tokens ({request.params.max_tokens}) is {total} tokens; "
                 f"the {name} is {limit}: shorten the prompt, lower max_tokens, or raise the engine's capacity"
             )
+        return request
 
     def _admit(self) -> None:
         free = [row for row, slot in enumerate(self._slots) if slot is None]
@@ -226,9 +232,13 @@ class Engine:
         if self._drafter is not None:
             self._drafter.roll_back(state)
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
+        first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         self._finish_round(slots, reports, lengths)
-        self._record(reports, k, caught_up, timer)
-        self._inform(slots, reports, lengths)
+        stats = self._last_round = self._record(reports, k, caught_up, timer)
+        self._lengths.inform(stats, slots, reports, lengths)
+        self._notify(slots, reports, stats)
+        if first_bad:
+            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
 
     def _finish_round(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
         before = [slot.length for slot in slots]
@@ -243,14 +253,14 @@ class Engine:
     def _release(self, slot: Slot) -> None:
         self._done.append((slot.ticket, slot.completion()))
         self._slots[slot.row] = None
-        if slot.error is not None:
+        if slot.finish_reason in ("error", "cancelled"):  # it may hold a NaN that no round has met yet
             self._target.cache.clear_rows([slot.row])
         if self._drafter is not None:
             self._drafter.release(slot)
 
-    def _record(self, reports: list[RowReport], k: int, caught_up: int, timer: PhaseTimer) -> None:
+    def _record(self, reports: list[RowReport], k: int, caught_up: int, timer: PhaseTimer) -> RoundStats:
         seconds = timer.finish()
-        self._last_round = RoundStats(
+        stats = RoundStats(
             k=k,
             rows=len(reports),
             tokens=sum(r.committed for r in reports),
@@ -262,23 +272,29 @@ class Engine:
             verify_s=seconds["verify"],
             total_s=seconds["total"],
         )
-        self.stats = self.stats + self._last_round.acceptance
+        self.stats = self.stats + stats.acceptance
+        return stats
 
-    def _inform(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
-        """Tell the controller and whoever listens. Last of all: a callback that raises finds the round complete."""
-        assert self._last_round is not None
-        self._lengths.inform(self._last_round, slots, reports, lengths)
-        if any(report.draft_bad for report in reports):
-            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
+    def _notify(self, slots: list[Slot], reports: list[RowReport], stats: RoundStats) -> None:
+        """Call whoever listens. The round is complete by now, and every listener hears of it before one's error
+        goes on."""
+        calls: list[Callable[[], None]] = []
         if self._on_tokens is not None:
-            for slot, report in zip(slots, reports, strict=True):
-                if report.token_ids:
-                    self._on_tokens(slot.ticket, report.token_ids, report.accepted)
+            told = [(slot.ticket, r.token_ids, r.accepted) for slot, r in zip(slots, reports, strict=True)]
+            calls += [partial(self._on_tokens, *each) for each in told if each[1]]
         if self._on_round is not None:
-            self._on_round(self._last_round)
+            calls.append(partial(self._on_round, stats))
+        errors = []
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
-        if not (isinstance(value, int) and value >= 1):
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a whole number from 1 on")

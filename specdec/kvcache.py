@@ -46,7 +46,8 @@ class RaggedCache:
     """Keys and values of `num_rows` rows, `capacity` tokens each; speaks the part of transformers' cache interface
     that a decoder's attention layers use when position ids are given (`update`).
 
-    layer_shapes: (num_kv_heads, head_dim) of each layer that owns a cache entry, by layer index.
+    layer_shapes: (num_kv_heads, head_dim) of each layer that owns a cache entry, by layer index. max_positions: how
+    many positions the model was built for.
     """
 
     is_compileable = True
@@ -60,6 +61,7 @@ class RaggedCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        max_positions: int | None = None,
     ) -> None:
         # Zeros, never empty memory: a masked slot still multiplies its value by 0, and 0 * NaN is NaN.
         self.layers = {
@@ -67,6 +69,7 @@ class RaggedCache:
             for index, (heads, dim) in layer_shapes.items()
         }
         self.capacity = capacity
+        self._max_positions = capacity if max_positions is None else min(capacity, max_positions)
         self.lengths_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._plan: Plan | None = None
 
@@ -78,12 +81,13 @@ class RaggedCache:
         """Plan a forward of q columns: row b writes its first num_new_B[b] tokens from offset start_B[b] on.
 
         start_B below the row's length is the rollback (and the rewrite). A negative position (a row shorter than
-        the window of tokens fed again) is padding, like the columns beyond num_new_B. Sets lengths to
+        the window of tokens fed again) is padding, like the columns beyond num_new_B and positions that the model was
+        not built for (drafts there never count). Sets lengths to
         start + num_new where num_new > 0. live: bound on the slots read, None for all.
         """
         column_q = torch.arange(q, device=start_B.device)
         positions_Bq = start_B.unsqueeze(1) + column_q
-        real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0)
+        real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0) & (positions_Bq < self._max_positions)
         self.lengths_B[rows] = torch.where(num_new_B > 0, start_B + num_new_B, self.lengths_B[rows])
         return Plan(
             positions_Bq=positions_Bq.masked_fill(~real_Bq, 0),

@@ -14,6 +14,8 @@ class Lengths:
     """Asks `chooser` before a round and tells it afterwards. Raises ValueError when no largest length is known."""
 
     def __init__(self, chooser: DraftLength, k_max: int | None) -> None:
+        if type(chooser) is not int and not isinstance(chooser, Controller) and not callable(chooser):
+            raise ValueError(f"k is {chooser!r}; expected a whole number, a controller, or a callable")
         if k_max is None and isinstance(chooser, Controller):
             k_max = chooser.k_max
         if k_max is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.drafter import Proposal
+from specdec.drafter import Proposal, refuse_second_engine
 from specdec.model import CachedModel
 from specdec.sampling import Features
 from specdec.slots import Slot
@@ -20,6 +20,7 @@ class LookupDrafter(ABC):
     """The common part: what `guess` finds for each row goes to the device in one copy a round."""
 
     def attach(self, target: CachedModel, num_slots: int, capacity: int) -> None:
+        refuse_second_engine(self, "_device")
         self._device = target.device
         self._num_slots = num_slots
 

@@ -27,12 +27,19 @@ class CachedModel:
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+        self.max_positions = max_positions_of(self.config)
         self.dtype, self.device = model.dtype, model.device
         self.module = private_copy(model, NAME)
         shapes = _probe_layers(self.module, self.device)
         self._check_against_reference(model, shapes)
-        self.cache = RaggedCache(shapes, num_rows=num_rows, capacity=capacity, dtype=self.dtype, device=self.device)
+        self.cache = RaggedCache(
+            shapes,
+            num_rows=num_rows,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+            max_positions=self.max_positions,
+        )
 
     def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
@@ -64,6 +71,22 @@ class CachedModel:
                 f"{error:.2g} (relative) from its own; expected rounding only. Its attention has a feature that the "
                 f"engine does not compute"
             )
+
+
+def max_positions_of(config: Any) -> int:
+    """How many positions the engine may use.
+
+    With LongRoPE (arXiv 2402.13753) transformers picks one of two sets of frequencies for a whole batch, by its largest
+    position, so a row's text would depend on its neighbours' length; the engine stays below the switch, where only
+    the first set is in use.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") == "longrope":
+            switch = each.get("original_max_position_embeddings")
+            limit = min(limit, int(switch or getattr(config, "original_max_position_embeddings", None) or limit))
+    return limit
 
 
 def _forward(module: nn.Module, cache: RaggedCache, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from specdec.stats import AcceptanceStats
@@ -43,22 +44,20 @@ class SamplingParams:
     def has_allowed_mask(self) -> bool:
         return self.allowed_ids is not None or len(self.banned_ids) > 0
 
-    def check(self, vocab_size: int) -> None:
-        """ValueError naming the field, what was got and what is expected."""
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
-                raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
-        if self.top_p == 0.0 or self.repetition_penalty == 0.0:
-            raise ValueError("top_p and repetition_penalty must be above 0 (1.0 switches each off)")
-        for name in ("top_k", "max_tokens", "min_tokens", "seed"):
-            if int(getattr(self, name)) != getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a whole number")
-        if self.min_tokens > self.max_tokens:
+    def checked(self, vocab_size: int) -> "SamplingParams":
+        """The same in plain numbers and tuples; ValueError naming the field, what was got and what is expected."""
+        numbers = {name: _number(name, getattr(self, name), low, high) for name, low, high in _NUMBERS}
+        wholes = {name: _whole(name, getattr(self, name), low, high) for name, low, high in _WHOLES}
+        ids = {name: id_tuple(name, getattr(self, name), vocab_size) for name in ("banned_ids", "stop_ids")}
+        if self.allowed_ids is not None:
+            ids["allowed_ids"] = id_tuple("allowed_ids", self.allowed_ids, vocab_size)
+        plain = replace(self, **numbers, **wholes, **ids)  # type: ignore[arg-type]
+        if 0.0 < plain.temperature < 1e-3:
+            raise ValueError(f"temperature is {self.temperature!r}; expected 0 (greedy) or a number from 0.001 on")
+        if plain.min_tokens > plain.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        for name in ("allowed_ids", "banned_ids", "stop_ids"):
-            check_ids(name, getattr(self, name) or (), vocab_size)
-        self._check_some_token_is_possible(vocab_size)
+        plain._check_some_token_is_possible(vocab_size)
+        return plain
 
     def _check_some_token_is_possible(self, vocab_size: int) -> None:
         allowed = set(range(vocab_size)) if self.allowed_ids is None else set(self.allowed_ids)
@@ -68,25 +67,43 @@ class SamplingParams:
             raise ValueError("min_tokens forbids the stop ids, and no other token is allowed")
 
 
-_RANGES = (
+_NUMBERS = (
     ("temperature", 0.0, 1e4),
-    ("top_k", 0, 2**31),
-    ("top_p", 0.0, 1.0),
+    ("top_p", 1e-9, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 1e4),
+    ("repetition_penalty", 1e-2, 1e2),
     ("presence_penalty", -1e4, 1e4),
     ("frequency_penalty", -1e4, 1e4),
+)
+_WHOLES = (
+    ("top_k", 0, 2**31),
     ("max_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("seed", -(2**63), 2**63 - 1),
 )
 
 
-def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """ValueError for the first id that is not a whole number in [0, vocab_size)."""
-    for token in ids:
-        if not (isinstance(token, int) and 0 <= token < vocab_size):
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, Real) and math.isfinite(value) and low <= float(value) <= high:
+        return float(value)
+    raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, Integral) and low <= int(value) <= high:
+        return int(value)
+    raise ValueError(f"{name} is {value!r}; expected a whole number from {low} to {high}")
+
+
+def id_tuple(name: str, ids: object, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as plain numbers; ValueError for what is not a list of whole numbers in [0, vocab_size)."""
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids  # an array or a tensor
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise ValueError(f"{name} is a {type(ids).__name__}; expected a list or tuple of token ids")
+    for token in listed:
+        if not (isinstance(token, Integral) and 0 <= int(token) < vocab_size):
             raise ValueError(f"{name} holds {token!r}; expected whole numbers from 0 to {vocab_size - 1}")
+    return tuple(map(int, listed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +113,15 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str | int | None = None
+
+    def checked(self, vocab_size: int) -> "Request":
+        """The same in plain Python numbers; ValueError saying what is wrong with it."""
+        prompt_ids = id_tuple("prompt_ids", self.prompt_ids, vocab_size)
+        if not prompt_ids:
+            raise ValueError("the prompt is empty; expected at least one token id")
+        if not isinstance(self.params, SamplingParams):
+            raise ValueError(f"params is a {type(self.params).__name__}; expected SamplingParams")
+        return replace(self, prompt_ids=prompt_ids, params=self.params.checked(vocab_size))
 
 
 @dataclass(frozen=True, kw_only=True)

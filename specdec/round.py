@@ -44,6 +44,11 @@ def decide(
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
     counts_BJV = _counts_with_drafts(state, proposal.drafts_BK) if features.penalties else None
     constrained_BJV, bad_BJ = constrain_logits(logits_BJV, state.law, positions_BJ, counts_BJV, features)
+    if features.allowed or features.min_tokens:
+        # Every allowed token may have a logit of -inf: nothing can be sampled there.
+        impossible_BJ = ~torch.isfinite(constrained_BJV.amax(-1))
+        bad_BJ = bad_BJ | impossible_BJ
+        constrained_BJV = torch.where(impossible_BJ.unsqueeze(-1), 0.0, constrained_BJV)
     accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features, rule)
     out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
     report = _commit(state, target, proposal, out_BJ, accepted_B, bad_BJ)

@@ -46,8 +46,8 @@ class Slot:
         if report.target_bad:
             self.finish_reason = "error"
             self.error = (
-                f"the target produced NaN or infinite logits at token {self.length}; expected finite numbers. "
-                f"Check its weights and dtype (float16 overflows where bfloat16 does not)"
+                f"the target produced NaN or infinite logits at token {self.length}, or -inf for every allowed id; "
+                f"check its weights and dtype (float16 overflows where bfloat16 does not) and allowed_ids"
             )
         elif report.stopped:
             self.finish_reason = "stop"

@@ -328,14 +328,14 @@ LAW = (
         "when one row reaches its length all rows end, and come back short",
         (
             engine.Engine._round,
-            "self._record(reports, k, caught_up, timer)",
-            "if any(slot.finish_reason == 'length' for slot in slots):\n"
+            "self._finish_round(slots, reports, lengths)",
+            "self._finish_round(slots, reports, lengths)\n"
+            "    if any(slot.finish_reason == 'length' for slot in slots):\n"
             "        for slot in (slot for slot in slots if slot.finish_reason is None):\n"
             "            slot.finish_reason = 'length'\n"
             "            self._done.append((slot.ticket, slot.completion()))\n"
             "            self._slots[slot.row] = None\n"
-            "            state.active_B[slot.row] = False\n"
-            "    self._record(reports, k, caught_up, timer)",
+            "            state.active_B[slot.row] = False",
         ),
     ),
 )

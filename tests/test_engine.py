@@ -5,14 +5,24 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from bench.tiny_models import FAMILIES, noisy_copy, tiny_model
-from specdec import Completion, Engine, Request, RoundStats, SamplingParams
+from bench.tiny_models import FAMILIES, noisy_copy, tiny_config, tiny_model
+from specdec import (
+    Completion,
+    Engine,
+    ModelDrafter,
+    NgramDrafter,
+    Request,
+    RoundStats,
+    SamplingParams,
+    SuffixDrafter,
+)
 
 VOCAB = 32
 
@@ -293,7 +303,13 @@ def test_one_bad_request_fails_alone(target: PreTrainedModel, draft: PreTrainedM
         "capacity is 32": Request(prompt_ids=prompt(30), params=SamplingParams(max_tokens=3)),
         "temperature is -1": Request(prompt_ids=[1], params=SamplingParams(temperature=-1)),
         "temperature is nan": Request(prompt_ids=[1], params=SamplingParams(temperature=math.nan)),
-        "top_p": Request(prompt_ids=[1], params=SamplingParams(top_p=0.0)),
+        "top_p is 0.0": Request(prompt_ids=[1], params=SamplingParams(top_p=0.0)),
+        "temperature is 1e-40": Request(prompt_ids=[1], params=SamplingParams(temperature=1e-40)),
+        "repetition_penalty is 1e-46": Request(prompt_ids=[1], params=SamplingParams(repetition_penalty=1e-46)),
+        "top_k is 2.0": Request(prompt_ids=[1], params=SamplingParams(temperature=1.0, top_k=2.0)),  # type: ignore[arg-type]
+        "stop_ids is a NoneType": Request(prompt_ids=[1], params=SamplingParams(stop_ids=None)),  # type: ignore[arg-type]
+        "prompt_ids is a set": Request(prompt_ids={1, 2}),  # type: ignore[arg-type]
+        "params is a dict": Request(prompt_ids=[1], params={}),  # type: ignore[arg-type]
         "top_k is -1": Request(prompt_ids=[1], params=SamplingParams(top_k=-1)),
         "max_tokens is 0": Request(prompt_ids=[1], params=SamplingParams(max_tokens=0)),
         "max_tokens is 2.5": Request(prompt_ids=[1], params=SamplingParams(max_tokens=2.5)),  # type: ignore[arg-type]
@@ -305,7 +321,8 @@ def test_one_bad_request_fails_alone(target: PreTrainedModel, draft: PreTrainedM
         ),
     }
     engine = Engine(target, draft, k=2, num_slots=3, capacity=32)
-    done = engine.generate([good, *bad.values(), good])
+    done = engine.generate([good, *bad.values(), None, good])  # type: ignore[list-item]
+    assert "got a NoneType; expected a Request" in str(done.pop(-2).error)
     assert done[0].token_ids == done[-1].token_ids == greedy_reference(target, prompt(4), 6)
     for completion, words in zip(done[1:-1], bad, strict=True):
         assert completion.finish_reason == "error"
@@ -348,9 +365,12 @@ def test_constructor_refuses_what_cannot_work(target: PreTrainedModel) -> None:
         Engine(target, tiny_model(vocab=40), k=2)
     with pytest.raises(ValueError, match="k_max is needed"):
         Engine(target, target, k=lambda last: 1)
-    for bad in ({"k": -1}, {"k": 3, "k_max": 2}, {"num_slots": 0}, {"capacity": 0}, {"top_logprobs": 33}):
+    bad_settings = ({"k": -1}, {"k": 3, "k_max": 2}, {"k": 2.0}, {"k": None}, {"num_slots": 0}, {"num_slots": True})
+    for bad in (*bad_settings, {"capacity": 0}, {"top_logprobs": 33}, {"top_logprobs": 2.0}, {"draft": "ngram"}):
         with pytest.raises(ValueError, match="expected"):
-            Engine(target, target, **{"k": 1, **bad})
+            Engine(target, **{"draft": target, "k": 1, **bad})
+    with pytest.raises(ValueError, match="expected whole numbers"):
+        Engine(target, None, k=-5)
 
 
 @pytest.mark.parametrize("bad", [6, -1, 1.0, None])
@@ -381,7 +401,7 @@ def test_positions_beyond_the_models_are_refused_for_the_target_and_not_drafted_
 
 
 def test_unsupported_architectures_are_named() -> None:
-    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
+    from transformers import BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
 
     mamba = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     bloom = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2)  # position bias inside attention
@@ -444,3 +464,114 @@ def test_cancel_returns_what_there_is_and_frees_the_slot(target: PreTrainedModel
     assert 0 < len(got) < 20
     assert got == greedy_reference(target, prompt(9, 9), len(got))
     assert done[after].token_ids == greedy_reference(target, prompt(6, 6), 20)
+
+
+def test_numpy_and_torch_numbers_are_numbers(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    plain = Request(prompt_ids=[3, 4], params=SamplingParams(temperature=0.5, max_tokens=6, stop_ids=[9], seed=3))
+    same = SamplingParams(
+        temperature=np.float64(0.5),
+        max_tokens=np.int64(6),  # type: ignore[arg-type]
+        stop_ids=np.array([9]),  # type: ignore[arg-type]
+        seed=np.int64(3),  # type: ignore[arg-type]
+    )
+    requests = [plain] + [Request(prompt_ids=ids, params=same) for ids in (np.array([3, 4]), torch.tensor([3, 4]))]
+    assert (
+        len({tuple(c.token_ids) for c in Engine(target, draft, k=2, num_slots=3, capacity=16).generate(requests)}) == 1
+    )
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic"])
+def test_a_rope_that_looks_at_the_whole_batch_is_kept_from_switching(family: str) -> None:
+    """transformers picks these frequencies by the batch's largest position: a neighbour, or the row's own drafts past
+    the switch, once changed the text."""
+    original = {"original_max_position_embeddings": 16}
+    scaling = {
+        "longrope": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, **original},
+        "dynamic": {"rope_type": "dynamic"},
+    }[family]
+    config = tiny_config("llama", vocab=16, layers=2, max_positions=64 if family == "longrope" else 20)
+    config.rope_parameters = {"rope_theta": 1e4, "factor": 4.0, **scaling}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.load_state_dict(tiny_model("llama", vocab=16, layers=2).state_dict())
+    limit = 16 if family == "longrope" else 20
+    requests = [
+        Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=limit - 3)),
+        Request(prompt_ids=list(range(limit - 2)), params=SamplingParams(max_tokens=2)),
+        Request(prompt_ids=list(range(14)), params=SamplingParams(max_tokens=limit)),
+    ]
+    for draft, k in ((None, 0), (model, 8)):
+        done = Engine(model, draft, k=k, num_slots=2, capacity=64).generate(requests)
+        assert done[0].token_ids == greedy_reference(model, [1, 2, 3], limit - 3)
+        assert f"max positions is {limit}" in str(done[2].error)
+
+
+def test_learned_positions_are_never_exceeded() -> None:
+    """Verification and short drafts feed columns past the last position; they must not be looked up."""
+
+    def gpt2(positions: int) -> PreTrainedModel:
+        config = GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, n_positions=positions, vocab_size=16, bos_token_id=None, eos_token_id=None
+        )
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+    model = gpt2(20)
+    request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=17))
+    (done,) = Engine(model, model, k=4, num_slots=1, capacity=64).generate([request])
+    assert done.token_ids == greedy_reference(model, [1, 2, 3], 17)
+    long = Request(prompt_ids=[1, 2, 3] * 9, params=SamplingParams(max_tokens=20))
+    (done,) = Engine(gpt2(64), model, k=4, num_slots=1, capacity=64).generate([long])
+    assert done.token_ids == greedy_reference(gpt2(64), [1, 2, 3] * 9, 20)
+
+
+def test_a_cancelled_request_leaves_no_nan_behind(target: PreTrainedModel) -> None:
+    broken = copy.deepcopy(target)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[9] = float("nan")
+    clean = {"banned_ids": [9]}
+    engine = Engine(broken, None, num_slots=2, capacity=64, prefill_chunk=2)
+    engine.submit(Request(prompt_ids=[1, 2, 3, 4, 5] * 2, params=SamplingParams(max_tokens=30, **clean)))
+    poisoned = engine.submit(Request(prompt_ids=[1] + [9] * 9, params=SamplingParams(max_tokens=3)))
+    for _ in range(3):
+        engine.step()
+    engine.cancel(poisoned)
+    (after,) = engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=12, **clean))])
+    assert after.error is None
+
+
+def test_allowed_ids_that_the_model_rules_out_fail_the_request(target: PreTrainedModel) -> None:
+    closed = copy.deepcopy(target)
+    closed.lm_head = torch.nn.Linear(closed.config.hidden_size, VOCAB, bias=True, dtype=torch.float64)
+    with torch.no_grad():
+        closed.lm_head.weight.copy_(target.lm_head.weight)
+        closed.lm_head.bias.zero_()
+        closed.lm_head.bias[[5, 6]] = float("-inf")
+    engine = Engine(closed, target, k=2, num_slots=2, capacity=32)
+    bad, good = engine.generate(
+        [Request(prompt_ids=[1, 2], params=SamplingParams(max_tokens=5, allowed_ids=ids)) for ids in ([5, 6], [5, 7])]
+    )
+    assert bad.finish_reason == "error"
+    assert "-inf for every allowed id" in str(bad.error)
+    assert good.token_ids == [7] * 5
+
+
+def test_a_drafter_serves_one_engine(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    for drafter in (NgramDrafter(), SuffixDrafter(), ModelDrafter(draft)):
+        Engine(target, drafter, k=2, num_slots=1, capacity=16)
+        with pytest.raises(ValueError, match="belongs to another engine"):
+            Engine(target, drafter, k=2, num_slots=1, capacity=16)
+
+
+def test_listeners_all_hear_of_a_round_and_of_a_bad_draft_once(target: PreTrainedModel) -> None:
+    heard: list[int] = []
+
+    def listen(ticket: int, ids: list[int], accepted: int) -> None:
+        heard.append(ticket)
+        raise RuntimeError("listener failed")
+
+    engine = Engine(target, target, k=2, num_slots=3, capacity=32, on_tokens=listen)
+    for i in range(3):
+        engine.submit(Request(prompt_ids=[i + 1], params=SamplingParams(max_tokens=9)))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert heard == [0, 1, 2]
