@@ -237,7 +237,7 @@ def test_readme_engine_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     from bench.tiny_models import tiny_model
 
-    example, _ = readme_examples()
+    example = readme_examples()[0].replace('"cuda"', '"cpu"')
     loaders = {
         "AutoTokenizer": lambda name: FakeTokenizer(),
         "AutoModelForCausalLM": lambda name, **options: tiny_model("qwen3", vocab=256, layers=2, seed=len(name)),

@@ -13,15 +13,16 @@ from specdec.state import RowState, features_of
 
 VOCAB = 17
 
+# Penalties are sums of powers of two: exact, so that ties of rounded logits are ties in either implementation.
 params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 3, 16, 40]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
-    presence_penalty=st.sampled_from([0.0, 0.4]),
-    frequency_penalty=st.sampled_from([0.0, 0.7, -0.2]),
+    repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.75, -0.25]),
     allowed_ids=st.sampled_from([None, (1, 2, 3, 5, 8), (16,)]),
     banned_ids=st.sampled_from([(), (2, 3)]),
     stop_ids=st.sampled_from([(), (5,), (1, 8)]),
