@@ -1,0 +1,101 @@
+"""Completions packed into sequences of one length, each document with its own positions and attention.
+
+    documents a (5 tokens), b (3)     sequence of 10
+    input_ids     a0 a1 a2 a3 | b0 b1 | 0 0 0 0     the last token of a document is only predicted, never read
+    position_ids   0  1  2  3 |  0  1 | 0 1 2 3     a position that does not follow its neighbour starts a document:
+                                                    transformers then lets a token attend to its own document alone
+Padding is one more document, on which nothing is trained. The plan, which document goes where, is a function of the
+lengths, the seed and the epoch: never of the number of processes. Shapes: S sequences of L tokens, n loss positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.corpus import Corpus
+from train.losses import Targets
+
+LOOKAHEAD = 64  # open sequences a document may go to; more pack tighter and mix less
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """`positions_n` index the flattened [S * L] positions whose next token is trained on; `documents` are the
+    corpus's numbers, for messages."""
+
+    input_ids_SL: Tensor
+    position_ids_SL: Tensor
+    positions_n: Tensor
+    targets: Targets
+    documents: tuple[int, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(
+            input_ids_SL=self.input_ids_SL.to(device, non_blocking=True),
+            position_ids_SL=self.position_ids_SL.to(device, non_blocking=True),
+            positions_n=self.positions_n.to(device, non_blocking=True),
+            targets=self.targets.to(device),
+            documents=self.documents,
+        )
+
+
+def plan_epoch(lengths: np.ndarray, length: int, seed: int, epoch: int) -> list[tuple[int, ...]]:
+    """Sequences as tuples of document numbers, in training order: every document once, shuffled, each into the
+    fullest of the open sequences that still has room for it.
+
+    `lengths` count the tokens read (`Corpus.lengths`), each at most `length`.
+    """
+    assert len(lengths) == 0 or lengths.max() <= length, "documents longer than the sequence are refused earlier"
+    rng = np.random.default_rng((seed, epoch))
+    open_: list[tuple[int, list[int]]] = []  # (room left, documents)
+    full: list[tuple[int, ...]] = []
+    for document in rng.permutation(len(lengths)):
+        size = int(lengths[document])
+        fitting = [index for index, (room, _) in enumerate(open_) if room >= size]
+        if fitting:
+            index = min(fitting, key=lambda each: open_[each][0])
+            room, documents = open_.pop(index)
+            open_.append((room - size, [*documents, int(document)]))
+        else:
+            open_.append((length - size, [int(document)]))
+        if len(open_) > LOOKAHEAD:
+            fullest = min(range(len(open_)), key=lambda each: open_[each][0])
+            full.append(tuple(open_.pop(fullest)[1]))
+    full += [tuple(documents) for _, documents in open_]
+    return [full[index] for index in rng.permutation(len(full))]
+
+
+def pack(corpus: Corpus, sequences: Sequence[Sequence[int]], length: int) -> Batch:
+    """The batch of these sequences; an empty one is padding alone."""
+    input_ids_SL = np.zeros((len(sequences), length), dtype=np.int64)
+    position_ids_SL = np.zeros((len(sequences), length), dtype=np.int64)
+    positions, rows = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for number, documents in enumerate(sequences):
+        for document, begin in zip(documents, _begins(corpus, documents), strict=True):
+            ids, first_loss, completion_rows = corpus.document(document)
+            end = begin + len(ids) - 1
+            input_ids_SL[number, begin:end] = ids[:-1]
+            position_ids_SL[number, begin:end] = np.arange(len(ids) - 1)
+            positions.append(number * length + np.arange(begin + first_loss - 1, end))
+            rows.append(completion_rows)
+        used = int(sum(corpus.lengths[list(documents)]))
+        position_ids_SL[number, used:] = np.arange(length - used)
+    return Batch(
+        input_ids_SL=torch.from_numpy(input_ids_SL),
+        position_ids_SL=torch.from_numpy(position_ids_SL),
+        positions_n=torch.from_numpy(np.concatenate(positions)),
+        targets=corpus.targets(np.concatenate(rows)),
+        documents=tuple(document for documents in sequences for document in documents),
+    )
+
+
+def _begins(corpus: Corpus, documents: Sequence[int]) -> Iterator[int]:
+    begin = 0
+    for document in documents:
+        yield begin
+        begin += int(corpus.lengths[document])
