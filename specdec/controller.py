@@ -125,14 +125,14 @@ class Adaptive(Measured):
         return [k if b in scouts else 0 for b in range(rows)]
 
     def observe(self, round: RoundStats) -> None:
-        missed_tokens = self._missed * round.rows
+        missed_tokens = self._caught_up(round, self._missed * round.rows)
         super().observe(round)
         self._observe_probe(round, round.rows, missed_tokens)
 
     def observe_rows(self, round: RoundStats, rows: Sequence[RowRound]) -> None:
         """In place of `observe`, for a round whose lengths came from `choose_rows`."""
         lengths = [row.k for row in rows]
-        missed_tokens = sum(self._book.lag(row.row) for row in rows if row.k > 0)
+        missed_tokens = self._caught_up(round, sum(self._book.lag(row.row) for row in rows if row.k > 0))
         if max(lengths) == min(lengths):
             self._observe_times(round, missed_tokens)
         elif usable(round.total_s):
@@ -148,9 +148,9 @@ class Adaptive(Measured):
         """Reached and accepted by position, with rows that were left out counted as they are believed to be. Not in a
         probe: there the few tested rows speak for all."""
         if round.k == 0 or self._prober.active:
-            return round.reached, round.accepted
+            return round.wanted, round.accepted
         idle, likely = self._book.imputed(rows, self._acceptance.by_position[0])
-        return [round.reached[0] + idle, *round.reached[1:]], [round.accepted[0] + likely, *round.accepted[1:]]
+        return [round.wanted[0] + idle, *round.wanted[1:]], [round.accepted[0] + likely, *round.accepted[1:]]
 
     def state(self, rows: int = 1) -> ControllerState:
         return replace(super().state(rows), probes=self._prober.bursts)
@@ -229,7 +229,7 @@ class Adaptive(Measured):
             self._prober.idle(self._costs.round_s(round.rows, 0))
         elif self._prober.active:
             self._prober.spend(self._loss_s(round.rows, drafting, round.k, missed_tokens, round.tokens))
-            if self._prober.observe(round.reached, round.accepted):
+            if self._prober.observe(round.wanted, round.accepted):
                 self._acceptance.restart(*self._prober.seen)
                 self._book.forget_rates()
 

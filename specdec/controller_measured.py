@@ -45,8 +45,8 @@ class Measured:
         return self._k
 
     def observe(self, round: RoundStats) -> None:
-        self._observe_times(round, self._missed * round.rows)
-        self._acceptance.observe(round.reached, round.accepted)
+        self._observe_times(round, self._caught_up(round, self._missed * round.rows))
+        self._acceptance.observe(round.wanted, round.accepted)
         self._missed = self._missed + 1 if round.k == 0 else 0
 
     def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
@@ -70,12 +70,17 @@ class Measured:
             probes=0,
         )
 
+    def _caught_up(self, round: RoundStats, counted: int) -> int:
+        return counted if round.caught_up is None else round.caught_up
+
     def _observe_times(self, round: RoundStats, missed_tokens: int) -> None:
         """missed_tokens: what the draft had to be fed in this round, over all rows, before it could draft."""
         self._last_times = (round.draft_s, round.total_s)
         if not usable(round.total_s) or not 0 <= round.draft_s < round.total_s:
             return
         self._silent = 0
+        if round.asked is not None and round.asked > round.k:
+            self._asked = 0  # the drafter had nothing to propose: not for want of a clock
         if round.k > 0 and missed_tokens:
             self._costs.observe_catch_up(round.rows, round.k, missed_tokens, round.total_s)
         else:

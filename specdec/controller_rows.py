@@ -27,12 +27,14 @@ WORTH_PLANNING = 1.04  # lengths by row must promise this much over one length
 @dataclass(frozen=True, kw_only=True)
 class RowRound:
     """What a round did to one row. row: a name that stays with the request; k drafts, of which the first `reached`
-    were tested and the first `accepted` accepted."""
+    were tested (or would have been, had the drafter had so many to propose) and the first `accepted` accepted; lag:
+    tokens by which its draft is behind after the round, None when only the rounds without drafts are to be counted."""
 
     row: Hashable
     k: int
     reached: int
     accepted: int
+    lag: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ class RowBook:
                 row.observe(seen.reached, seen.accepted, alpha)
             else:
                 row.age()
-            row.lag = 0 if seen.k > 0 else row.lag + 1
+            counted = 0 if seen.k > 0 else row.lag + 1
+            row.lag = counted if seen.lag is None else seen.lag
 
     def keep_only(self, names: Sequence[Hashable]) -> None:
         """Forget the rows that are no longer decoded."""

@@ -47,17 +47,20 @@ class Drafter(Protocol):
         """Read up to `chunk` more prompt tokens of each new slot, between rounds."""
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
-        """Get ready to propose k tokens for these rows (others draft nothing in this round); how many tokens the
-        row that had missed most was fed to catch up."""
+        """Get ready to propose k tokens for these rows (others draft nothing in this round); how many tokens they
+        were fed to catch up, over all rows."""
 
     def propose(self, state: RowState, k: int, features: Features, live: int | None) -> Proposal:
-        """k tokens for each row of `state` (k > 0)."""
+        """k tokens for each row of `state` (k > 0); fewer columns when no row has so many to propose."""
 
     def roll_back(self, state: RowState) -> None:
         """Forget what was not committed."""
 
     def committed(self, slots: Sequence[Slot], before: Sequence[int], lengths: Sequence[int]) -> None:
         """A round took each slot from `before` tokens to its length; `lengths`: each row's draft length in it."""
+
+    def lag(self, slot: Slot) -> int:
+        """Tokens that the row must be fed before it can draft again."""
 
     def release(self, slot: Slot) -> None:
         """The slot's request is done."""
@@ -114,8 +117,8 @@ class ModelDrafter:
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
         """Feed what was missed in rounds without drafts: all but the last tokens, which the first step is fed."""
-        behind = [slot for slot in slots if slot.length - self._held[slot.row] > self.window]
-        missed = max((slot.length - 1 - self._held[slot.row] for slot in behind), default=0)
+        behind = [slot for slot in slots if self.lag(slot)]
+        missed = sum(map(self.lag, behind))
         while feeds := [f for slot in behind if (f := self._next_feed(slot, chunk))]:
             feed(self.model, feeds)
         return missed
@@ -207,6 +210,10 @@ class ModelDrafter:
         for slot, length, own in zip(slots, before, lengths, strict=True):
             if own > 0:
                 self._held[slot.row] = min(length + self._drafts_seen(k), slot.length - 1)
+
+    def lag(self, slot: Slot) -> int:
+        missed = slot.length - self._held[slot.row]
+        return missed - 1 if missed > self.window else 0
 
     def _drafts_seen(self, k: int) -> int:
         """Of k drafts the model has been fed all but the last."""

@@ -225,6 +225,8 @@ class Engine:
         drafting = [slot for slot, own in zip(slots, lengths, strict=True) if own > 0]
         caught_up = drafter.prepare(drafting, k, self._chunk) if drafter else 0
         proposal = drafter.propose(state, k, features, live) if drafter else no_proposal(state)
+        asked, k = k, proposal.drafts_BK.shape[1]
+        lengths = [min(own, k) for own in lengths]
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
         timer.mark("verify")
@@ -234,8 +236,9 @@ class Engine:
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
         first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         self._finish_round(slots, reports, lengths)
-        stats = self._last_round = self._record(reports, k, caught_up, timer)
-        self._lengths.inform(stats, slots, reports, lengths)
+        stats = self._last_round = self._record(reports, asked, k, caught_up, timer)
+        lags = [self._drafter.lag(slot) if self._drafter else 0 for slot in slots]
+        self._lengths.inform(stats, slots, reports, lengths, lags)
         self._notify(slots, reports, stats)
         if first_bad:
             warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
@@ -258,15 +261,17 @@ class Engine:
         if self._drafter is not None:
             self._drafter.release(slot)
 
-    def _record(self, reports: list[RowReport], k: int, caught_up: int, timer: PhaseTimer) -> RoundStats:
+    def _record(self, reports: list[RowReport], asked: int, k: int, caught_up: int, timer: PhaseTimer) -> RoundStats:
         seconds = timer.finish()
         stats = RoundStats(
             k=k,
+            asked=asked,
             rows=len(reports),
             tokens=sum(r.committed for r in reports),
             drafted=sum(r.drafted for r in reports),
             reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
             accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
+            lacking=tuple(sum(r.lacking for r in reports if r.reached == i) for i in range(k)),
             caught_up=caught_up,
             draft_s=seconds["draft"] if k > 0 else 0.0,
             verify_s=seconds["verify"],

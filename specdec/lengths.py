@@ -46,13 +46,18 @@ class Lengths:
         return [chooser(last_round)] * len(slots)
 
     def inform(
-        self, last_round: RoundStats, slots: Sequence[Slot], reports: Sequence[RowReport], lengths: Sequence[int]
+        self,
+        last_round: RoundStats,
+        slots: Sequence[Slot],
+        reports: Sequence[RowReport],
+        lengths: Sequence[int],
+        lags: Sequence[int],
     ) -> None:
-        """What the round did, to a controller."""
+        """What the round did, to a controller. lags: tokens by which each row's draft is behind now."""
         if isinstance(self._chooser, PerRow):
             rows = [
-                RowRound(row=slot.ticket, k=k, reached=report.reached, accepted=report.accepted)
-                for slot, report, k in zip(slots, reports, lengths, strict=True)
+                RowRound(row=slot.ticket, k=k, reached=r.reached + r.lacking, accepted=r.accepted, lag=lag)
+                for slot, r, k, lag in zip(slots, reports, lengths, lags, strict=True)
             ]
             self._chooser.observe_rows(last_round, rows)
         elif isinstance(self._chooser, Controller):

@@ -33,14 +33,15 @@ class LookupDrafter(ABC):
         return
 
     def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
-        drafts = [[0] * k for _ in range(self._num_slots)]
-        counts = [0] * len(drafts)
-        for slot in slots:
-            found = self.guess(slot.row, slot.tokens, k)
-            counts[slot.row] = len(found)
-            drafts[slot.row][: len(found)] = found
-        packed = torch.tensor([[c, *row] for c, row in zip(counts, drafts, strict=True)]).to(self._device)
+        found: dict[int, list[int]] = {slot.row: self.guess(slot.row, slot.tokens, k) for slot in slots}
+        width = max(map(len, found.values()))
+        drafts = [found.get(row, []) for row in range(self._num_slots)]
+        padded = [[len(tokens), *tokens, *[0] * (width - len(tokens))] for tokens in drafts]
+        packed = torch.tensor(padded).to(self._device)
         self._num_drafts_B, self._drafts_BK = packed[:, 0], packed[:, 1:]
+        return 0
+
+    def lag(self, slot: Slot) -> int:
         return 0
 
     def propose(self, state: RowState, k: int, features: Features, live: int | None) -> Proposal:

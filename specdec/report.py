@@ -10,16 +10,18 @@ from specdec.request import TokenLogprobs
 from specdec.stats import AcceptanceStats
 
 # Columns of the packed int64 report before the J committed tokens.
-REPORT_COLUMNS = ("committed", "accepted", "reached", "drafted", "stopped", "target_bad", "draft_bad")
+REPORT_COLUMNS = ("committed", "accepted", "reached", "lacking", "drafted", "stopped", "target_bad", "draft_bad")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """What a round did to one row; `reached` and `accepted` count draft positions from the first on."""
+    """What a round did to one row; `reached` and `accepted` count draft positions from the first on. lacking: 1 when
+    the next position would have been reached too, had the drafter proposed a token there."""
 
     committed: int
     accepted: int
     reached: int
+    lacking: int
     drafted: int
     stopped: bool
     target_bad: bool

@@ -40,7 +40,8 @@ def decide(
 ) -> Tensor:
     """Apply the rule, commit, roll the target's cache back; the packed report, int64 [B, columns]."""
     J = logits_BJV.shape[1]
-    proposal = replace(proposal, num_drafts_B=_num_drafts(state, proposal))
+    wanted_B = _wanted(state, proposal)
+    proposal = replace(proposal, num_drafts_B=torch.minimum(proposal.num_drafts_B, wanted_B).clamp(min=0))
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
     counts_BJV = _counts_with_drafts(state, proposal.drafts_BK) if features.penalties else None
     constrained_BJV, bad_BJ = constrain_logits(logits_BJV, state.law, positions_BJ, counts_BJV, features)
@@ -51,17 +52,17 @@ def decide(
         constrained_BJV = torch.where(impossible_BJ.unsqueeze(-1), 0.0, constrained_BJV)
     accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features, rule)
     out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
-    report = _commit(state, target, proposal, out_BJ, accepted_B, bad_BJ)
+    report = _commit(state, target, proposal, wanted_B, out_BJ, accepted_B, bad_BJ)
     if not top_logprobs:
         return report
     return torch.cat([report, _raw_logprobs(logits_BJV, out_BJ, top_logprobs)], 1)
 
 
-def _num_drafts(state: RowState, proposal: Proposal) -> Tensor:
-    """How many drafts count: no more than the row may still commit besides the token that every round adds, nor than
-    its quota of this round."""
+def _wanted(state: RowState, proposal: Proposal) -> Tensor:
+    """The most drafts that count: no more than the row may still commit besides the token that every round adds, nor
+    than its quota of this round."""
     room_B = torch.minimum(state.limit_B - state.lengths_B - 1, state.quota_B)
-    return torch.minimum(proposal.num_drafts_B, room_B).clamp(0, proposal.drafts_BK.shape[1])
+    return room_B.clamp(0, proposal.drafts_BK.shape[1])
 
 
 def _apply_rule(
@@ -100,7 +101,13 @@ def _committed_tokens(drafts_BK: Tensor, accepted_B: Tensor, next_B: Tensor) -> 
 
 
 def _commit(
-    state: RowState, target: CachedModel, proposal: Proposal, out_BJ: Tensor, accepted_B: Tensor, bad_BJ: Tensor
+    state: RowState,
+    target: CachedModel,
+    proposal: Proposal,
+    wanted_B: Tensor,
+    out_BJ: Tensor,
+    accepted_B: Tensor,
+    bad_BJ: Tensor,
 ) -> Tensor:
     """Append what was accepted, ending a row at its first stop id, and roll the target's cache back to it."""
     J = out_BJ.shape[1]
@@ -120,11 +127,13 @@ def _commit(
     state.lengths_B += committed_B
     B = len(committed_B)
     target.cache.lengths_B[:B] -= torch.where(state.active_B, J - committed_B, 0)
-    reached_B = torch.minimum(proposal.num_drafts_B, torch.minimum(accepted_B, stop_at_B) + 1)
+    tested_B = torch.minimum(accepted_B, stop_at_B) + 1
+    reached_B = torch.minimum(proposal.num_drafts_B, tested_B)
     columns = (  # in the order of REPORT_COLUMNS
         committed_B,
         torch.minimum(accepted_B, reached_B),
         reached_B,
+        torch.minimum(wanted_B, tested_B) - reached_B,
         proposal.num_drafts_B,
         stopped_B,
         target_bad_B,

@@ -52,8 +52,10 @@ class AcceptanceStats:
 class RoundStats:
     """One round over `rows` active rows; times in seconds, `overhead_s` is what is neither draft nor verify.
 
-    draft_s includes feeding the drafter what it missed in rounds without drafts: caught_up tokens for the row that
-    had missed most.
+    k is what was verified: less than what was asked for when no row had so long a proposal. lacking: by position, rows
+    that came so far and had no draft there; what a length is worth depends on them too, acceptance does not.
+    draft_s includes feeding the drafter the caught_up tokens (over all rows) that it missed in rounds without drafts;
+    None leaves the count to whoever saw those rounds.
     """
 
     k: int
@@ -62,7 +64,9 @@ class RoundStats:
     drafted: int
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
-    caught_up: int = 0
+    lacking: tuple[int, ...] = ()
+    asked: int | None = None
+    caught_up: int | None = None
     draft_s: float
     verify_s: float
     total_s: float
@@ -70,6 +74,11 @@ class RoundStats:
     @property
     def overhead_s(self) -> float:
         return self.total_s - self.draft_s - self.verify_s
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Rows, by position, that reached it or would have if they had had a draft there."""
+        return tuple(_added(self.reached, self.lacking))
 
     @property
     def acceptance(self) -> AcceptanceStats:

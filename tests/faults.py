@@ -292,7 +292,7 @@ LAW = (
     _fault(
         "text past max_tokens",
         "a round commits more tokens than the request asked for",
-        (rounds._num_drafts, "state.limit_B - state.lengths_B - 1", "state.lengths_B + 1000"),
+        (rounds._wanted, "state.limit_B - state.lengths_B - 1", "state.lengths_B + 1000"),
     ),
     _fault(
         "min_tokens ignored by p",
@@ -404,7 +404,7 @@ DRAFT = (
         "acceptance by position divides by rounds that never came that far",
         (
             rounds._commit,
-            "torch.minimum(proposal.num_drafts_B, torch.minimum(accepted_B, stop_at_B) + 1)",
+            "torch.minimum(proposal.num_drafts_B, tested_B)",
             "proposal.num_drafts_B",
         ),
     ),

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,29 @@ def test_times_of_one_kind_of_round_only_are_not_enough() -> None:
         for _ in range(NO_CLOCK_ROUNDS + 1):
             controller.choose(1)
             controller.observe(round_stats(0, draft_s=0.0, total_s=1.0))
+
+
+def test_a_drafter_with_nothing_to_propose_is_no_fault_of_the_clock() -> None:
+    """Asked for drafts, told k = 0: the drafter found none. Decoding goes on, and the rounds serve as plain ones."""
+    controller = Adaptive(K_MAX)
+    for _ in range(3 * NO_CLOCK_ROUNDS):
+        asked = controller.choose(1)
+        controller.observe(replace(round_stats(0, draft_s=0.0, total_s=1.0), asked=asked))
+    assert controller.choose(1) > 0
+
+
+@pytest.mark.parametrize(("coverage", "drafts"), [(1.0, True), (0.2, False)])
+def test_rows_without_a_draft_count_against_a_length(coverage: float, drafts: bool) -> None:
+    """n-gram at batch 10, every draft accepted, a round of 4 tokens at 2.4 times the price of one: worth it when all
+    rows have a draft, a loss when two of ten have."""
+    controller = timed(Adaptive(K_MAX), c=0.35, rows=10)
+    for _ in range(400):
+        k = controller.choose(10)
+        found = round(10 * coverage)
+        told = round_stats(k, rows=10, draft_s=0.0, total_s=1 + 0.35 * k, counts=([found] * k, [found] * k))
+        lacking = (10 - found,) + (0,) * (k - 1) if k else ()
+        controller.observe(replace(told, lacking=lacking, tokens=10 + found * k))
+    assert (controller.k > 0) == drafts
 
 
 def test_a_clock_that_stops_later_is_a_warning() -> None:

@@ -335,7 +335,7 @@ def test_controller_takes_the_place_of_k(folders) -> None:
         controller=lambda last: 2,
         k_max=5,
         capacity=64,
-        on_round=lambda r: seen.append(r.k),
+        on_round=lambda r: seen.append(r.asked),
     )
     decoder.generate("the", max_tokens=5)
     assert set(seen) == {2}

@@ -6,6 +6,7 @@ import torch
 from bench.graph_round import compare, prefilled_engine, requests_of, round_of, state_tensors
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import sampling
+from specdec.report import REPORT_COLUMNS
 
 
 @pytest.mark.gpu
@@ -33,7 +34,7 @@ def test_a_round_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPa
     with torch.inference_mode():
         report = run()
     monkeypatch.undo()
-    assert report.shape == (len(requests), 7 + 4)
+    assert report.shape == (len(requests), len(REPORT_COLUMNS) + 4)
 
 
 def test_a_round_keeps_every_buffer_where_it_is() -> None:

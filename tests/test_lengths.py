@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Engine, Request, RoundStats, SamplingParams
 from specdec.controller import Adaptive, FixedK, Geometric, RowRound
+from specdec.lookup import LookupDrafter
+from specdec.slots import Slot
 
 REQUESTS = [
     Request(prompt_ids=[i + 1, 3, i], params=SamplingParams(max_tokens=40, temperature=float(i % 2), seed=i))
@@ -19,6 +21,30 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return tiny_model(vocab=32, layers=2)
+
+
+class Scripted(LookupDrafter):
+    """In each round, row by row, as many right tokens of the greedy text as the script says."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], script: list[list[int]]) -> None:
+        self.texts, self.script = texts, itertools.cycle(script)
+        self.whole: dict[int, list[int]] = {}
+
+    def start(self, row: int, tokens: Sequence[int]) -> None:
+        self.whole[row] = [*tokens, *self.texts[tuple(tokens)]]
+
+    def extend(self, row: int, tokens: Sequence[int], length: int) -> None:
+        return
+
+    def finish(self, row: int) -> None:
+        return
+
+    def prepare(self, slots: Sequence[Slot], k: int, chunk: int) -> int:
+        self.counts = next(self.script)
+        return super().prepare(slots, k, chunk)
+
+    def guess(self, row: int, tokens: Sequence[int], k: int) -> list[int]:
+        return self.whole[row][len(tokens) :][: min(k, self.counts[row])]
 
 
 class Ragged(FixedK):
@@ -80,3 +106,41 @@ def test_a_catch_up_is_reported_to_the_controller(target: PreTrainedModel) -> No
     assert after_pause
     assert all(missed >= 3 for missed in after_pause)
     assert not any(steady)
+
+
+def test_a_round_verifies_only_as_far_as_the_longest_proposal(target: PreTrainedModel) -> None:
+    """A lookup that finds nothing costs a plain round; where one row alone found something, the others are counted as
+    lacking a draft, and acceptance is that of the drafts there were."""
+    requests = [r for r in REQUESTS if r.params.temperature == 0][:2]
+    plain = Engine(target, None, num_slots=2, capacity=64).generate(requests)
+    texts = {tuple(r.prompt_ids): c.token_ids for r, c in zip(requests, plain, strict=True)}
+    rounds: list[RoundStats] = []
+    drafter = Scripted(texts, [[0, 0], [3, 0], [1, 2]])
+    engine = Engine(target, drafter, k=4, num_slots=2, capacity=64, on_round=rounds.append)
+    widths: list[int] = []
+    forward = engine._target.forward
+    engine._target.forward = lambda tokens, plan, keep: widths.append(tokens.shape[1]) or forward(tokens, plan, keep)
+    done = engine.generate(requests)
+    assert [c.token_ids for c in done] == [c.token_ids for c in plain]
+    two = [r for r in rounds if r.rows == 2]
+    decoding = widths[-len(rounds) :]
+    assert decoding[:6] == [1, 4, 3, 1, 4, 3]
+    assert [(r.asked, r.k, r.reached, r.lacking, r.tokens) for r in two[:3]] == [
+        (4, 0, (), (), 2),
+        (4, 3, (1, 1, 1), (1, 0, 0), 5),
+        (4, 2, (2, 1), (0, 1), 5),
+    ]
+    assert two[0].draft_s == 0.0
+    assert engine.stats.alpha == 1.0
+
+
+def test_a_prompt_that_came_while_nothing_was_drafted_counts_as_lag(target: PreTrainedModel) -> None:
+    """Its draft has read nothing of it: without that count, catching up looks like one token's worth."""
+    controller = Ragged()
+    controller.choose_rows = lambda names: [0] * len(names)  # type: ignore[method-assign]
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [3, 2, 1]]
+    requests = [Request(prompt_ids=p, params=SamplingParams(max_tokens=6)) for p in prompts]
+    engine = Engine(target, noisy_copy(target, noise=0.1, seed=1), k=controller, num_slots=1, capacity=64)
+    engine.generate(requests)
+    lags = [rows[0].lag for _, rows in controller.seen]
+    assert lags[6:] == [3 + i for i in range(6)]  # the second prompt, fed to nobody, and what followed
