@@ -29,7 +29,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("prompt", nargs="?", metavar="PROMPT")
     add("--target", required=True, help="model: a local folder or a hub id")
     add("--draft", help="a smaller model, ngram, or suffix (default: no drafts)")
-    add("--k", type=int, default=4, help="draft length (default 4)")
+    add("--k", type=_length, default="auto", help="draft length; auto (the default) measures and adapts, up to 8")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0)
     add("--top-k", type=int, default=0)
@@ -53,6 +53,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.color is None:
         args.color = sys.stdout.isatty()
     return args
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +87,8 @@ def _load(args: argparse.Namespace) -> "SpecDecoder":
     from specdec.decoder import SpecDecoder
 
     logging.disable_progress_bar()
-    options = {"dtype": args.dtype, "device": args.device, "k": args.k, "capacity": args.capacity}
+    length = {"controller": "adaptive"} if args.k == "auto" else {"k": args.k}
+    options = {"dtype": args.dtype, "device": args.device, "capacity": args.capacity} | length
     return SpecDecoder.from_pretrained(args.target, args.draft, num_slots=1, **options)
 
 
@@ -167,15 +172,16 @@ def _answer(decoder: "SpecDecoder", prompt: Any, args: argparse.Namespace) -> tu
     seconds = time.perf_counter() - before
     print(flush=True)
     tokens = len(result.token_ids)
-    print(_statistics(result.stats, tokens, seconds, args.k), file=sys.stderr, flush=True)
+    print(_statistics(result.stats, tokens, seconds), file=sys.stderr, flush=True)
     return "".join(parts), tokens / seconds
 
 
-def _statistics(stats: Any, tokens: int, seconds: float, k: int) -> str:
+def _statistics(stats: Any, tokens: int, seconds: float) -> str:
     speed = f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"
     if not stats.drafted:
         return f"[{speed}, no drafts]"
-    return f"[{speed}, alpha {stats.alpha:.2f}, {stats.tokens_per_round:.2f} tokens a round, k {k}]"
+    drafted = stats.drafted / stats.rounds
+    return f"[{speed}, alpha {stats.alpha:.2f}, {stats.tokens_per_round:.2f} tokens a round, {drafted:.1f} drafted]"
 
 
 if __name__ == "__main__":

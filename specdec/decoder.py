@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.controller import Adaptive
 from specdec.drafter import Drafter
 from specdec.engine import DraftLength, Engine
 from specdec.loading import DraftSource, Source, load_draft, load_target
@@ -54,14 +55,18 @@ class SpecDecoder:
         *,
         k: DraftLength = 4,
         num_slots: int = 8,
+        calibrate: bool = True,
         template_options: Mapping[str, Any] | None = None,
         **engine_options: Any,
     ) -> None:
-        """draft: as Engine takes it, with the target's vocabulary. template_options: for the chat template
+        """draft: as Engine takes it, with the target's vocabulary. calibrate: time rounds at once for a controller that
+        measures (Engine.calibrate: a few seconds on a CPU). template_options: for the chat template
         (enable_thinking=False). The rest is Engine's: k, k_max, num_slots (how many prompts are decoded together),
         capacity, top_logprobs, rule, prefill_chunk, on_round (called with RoundStats after each round)."""
         self.target, self.tokenizer = target, tokenizer
         self.engine = Engine(target, draft, k=k, num_slots=num_slots, on_tokens=self._on_tokens, **engine_options)
+        if calibrate:
+            self.engine.calibrate()
         self._template_options = dict(template_options or {})
         self._stop_ids = _end_of_text_ids(target, tokenizer)
         self._num_slots = num_slots
@@ -91,13 +96,16 @@ class SpecDecoder:
         target: a local folder, a hub id, or a loaded model (then with tokenizer). draft: the same; or "ngram" or
         "suffix" (no model at all), a Drafter, None for plain decoding, or a folder with a pruned head (format:
         specdec.pruned). A draft with another tokenizer proposes the tokens that both have, which is logged once.
-        controller: chooses the draft length, in place of k; whatever Engine(k=...) takes. dtype: as transformers
+        controller: chooses the draft length, in place of k: "adaptive" (specdec.controller; up to 8 tokens), or what
+        Engine(k=...) takes. Sampled text then depends on what was measured, its law does not. dtype: as transformers
         takes it, "auto" is the checkpoint's. device: by default a GPU when there is one. capacity: most tokens of
         prompt and answer together. options: the other keywords of SpecDecoder.
         """
         model, tokenizer = load_target(target, tokenizer, dtype=dtype, device=device)
         drafter = load_draft(draft, draft_tokenizer, target=model, tokenizer=tokenizer, dtype=dtype)
-        length = k if controller is None else controller
+        if isinstance(controller, str) and controller != "adaptive":
+            raise ValueError(f"controller is {controller!r}; expected 'adaptive', a controller, or a callable")
+        length = k if controller is None else Adaptive() if controller == "adaptive" else controller
         return cls(
             model, tokenizer, drafter, k=length, num_slots=num_slots, capacity=capacity, on_round=on_round, **options
         )

@@ -15,11 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.block import verify_block
+from specdec.calibrate import calibrate
 from specdec.drafter import Drafter, ModelDrafter, no_proposal
 from specdec.feed import feed
 from specdec.lengths import DraftLength, Lengths
 from specdec.model import CachedModel
-from specdec.report import RowReport, read_report
+from specdec.report import RowReport, read_report, round_stats
 from specdec.request import Completion, Request
 from specdec.round import decide, score
 from specdec.sampling import verify_drafts
@@ -98,6 +99,11 @@ class Engine:
         return self._target.vocab_size
 
     @property
+    def room(self) -> int:
+        """The most tokens (prompt and output) that one request may have."""
+        return min(self.capacity, self._target.max_positions)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._queue or self._done or any(self._slots))
 
@@ -152,6 +158,14 @@ class Engine:
                 return True
         return False
 
+    def calibrate(self, repeats: int = 3) -> list[RoundStats]:
+        """Time rounds of 1, 2, 4, ... num_slots rows and 0, 1, 2, 4, ... k_max drafts, and hand the seconds to the
+        controller; the rounds timed (none for a fixed length). Takes (repeats + 1) rounds of each shape.
+
+        Raises ValueError while requests are waiting or running.
+        """
+        return calibrate(self, repeats)
+
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         """Refill slots, feed prompts a chunk, decode one round; what has finished since the last step."""
@@ -165,11 +179,11 @@ class Engine:
     def _checked(self, request: Request) -> Request:
         request = request.checked(self._target.vocab_size)
         total = len(request.prompt_ids) + request.params.max_tokens
-        limit, name = min((self.capacity, "capacity"), (self._target.max_positions, "target's max positions"))
-        if total > limit:
+        if total > self.room:
+            name = "capacity" if self.room == self.capacity else "target's max positions"
             raise ValueError(
                 f"prompt ({len(request.prompt_ids)}) + max_tokens ({request.params.max_tokens}) is {total} tokens; "
-                f"the {name} is {limit}: shorten the prompt, lower max_tokens, or raise the engine's capacity"
+                f"the {name} is {self.room}: shorten the prompt, lower max_tokens, or raise the engine's capacity"
             )
         return request
 
@@ -236,7 +250,8 @@ class Engine:
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
         first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         self._finish_round(slots, reports, lengths)
-        stats = self._last_round = self._record(reports, asked, k, caught_up, timer)
+        stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, seconds=timer.finish())
+        self._last_round, self.stats = stats, self.stats + stats.acceptance
         lags = [self._drafter.lag(slot) if self._drafter else 0 for slot in slots]
         self._lengths.inform(stats, slots, reports, lengths, lags)
         self._notify(slots, reports, stats)
@@ -260,25 +275,6 @@ class Engine:
             self._target.cache.clear_rows([slot.row])
         if self._drafter is not None:
             self._drafter.release(slot)
-
-    def _record(self, reports: list[RowReport], asked: int, k: int, caught_up: int, timer: PhaseTimer) -> RoundStats:
-        seconds = timer.finish()
-        stats = RoundStats(
-            k=k,
-            asked=asked,
-            rows=len(reports),
-            tokens=sum(r.committed for r in reports),
-            drafted=sum(r.drafted for r in reports),
-            reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
-            accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
-            lacking=tuple(sum(r.lacking for r in reports if r.reached == i) for i in range(k)),
-            caught_up=caught_up,
-            draft_s=seconds["draft"] if k > 0 else 0.0,
-            verify_s=seconds["verify"],
-            total_s=seconds["total"],
-        )
-        self.stats = self.stats + stats.acceptance
-        return stats
 
     def _notify(self, slots: list[Slot], reports: list[RowReport], stats: RoundStats) -> None:
         """Call whoever listens. The round is complete by now, and every listener hears of it before one's error

@@ -27,6 +27,10 @@ class Lengths:
         self._chooser = chooser
         self.k_max = k_max
 
+    @property
+    def controller(self) -> Controller | None:
+        return self._chooser if isinstance(self._chooser, Controller) else None
+
     def choose(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
         """Each row's draft length for the coming round."""
         lengths = self._ask(slots, last_round)

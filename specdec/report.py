@@ -1,13 +1,13 @@
 """Reading the one packed tensor that a round sends to the host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from specdec.request import TokenLogprobs
-from specdec.stats import AcceptanceStats
+from specdec.stats import AcceptanceStats, RoundStats
 
 # Columns of the packed int64 report before the J committed tokens.
 REPORT_COLUMNS = ("committed", "accepted", "reached", "lacking", "drafted", "stopped", "target_bad", "draft_bad")
@@ -37,6 +37,26 @@ class RowReport:
             reached=[int(self.reached > i) for i in range(k)],
             accepted=[int(self.accepted > i) for i in range(k)],
         )
+
+
+def round_stats(
+    reports: Sequence[RowReport], *, asked: int, k: int, caught_up: int, seconds: Mapping[str, float]
+) -> RoundStats:
+    """The round over all its rows; seconds: of its "draft", "verify" and in "total"."""
+    return RoundStats(
+        k=k,
+        asked=asked,
+        rows=len(reports),
+        tokens=sum(r.committed for r in reports),
+        drafted=sum(r.drafted for r in reports),
+        reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
+        accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
+        lacking=tuple(sum(r.lacking for r in reports if r.reached == i) for i in range(k)),
+        caught_up=caught_up,
+        draft_s=seconds["draft"] if k > 0 else 0.0,
+        verify_s=seconds["verify"],
+        total_s=seconds["total"],
+    )
 
 
 def read_report(packed: Tensor, rows: Sequence[int], k: int, top_logprobs: int) -> list[RowReport]:
