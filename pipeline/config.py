@@ -15,32 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
+from pipeline.fields import count as _count
+from pipeline.fields import name as _name
+from pipeline.fields import one_of as _one_of
+from pipeline.fields import temperature as _temperature
 from pipeline.schema import setting
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DRAFTERS = ("none", "model", "ngram", "suffix")
 CONTROLLERS = ("fixed", "geometric", "adaptive")
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def _count(low: int = 1, **field: Any) -> Any:
-    return setting(f"a whole number of at least {low}", lambda value: value >= low, **field)
-
-
-def _one_of(choices: tuple[str, ...], **field: Any) -> Any:
-    return setting(f"one of {', '.join(choices)}", lambda value: value in choices, **field)
-
-
-def _name(**field: Any) -> Any:
-    return setting(
-        "a name of letters, digits, '.', '_', '-' (it becomes a folder)",
-        lambda value: RUN_NAME.fullmatch(value) is not None,
-        **field,
-    )
-
-
-def _temperature(**field: Any) -> Any:
-    return setting("a temperature of at least 0 (0 = greedy)", lambda value: 0 <= value <= 100, **field)
 
 
 @dataclass(frozen=True, kw_only=True)

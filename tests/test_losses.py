@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _python_dispatch
 
+from pipeline.config_train import LossTerm
 from train.losses import (
     LOSS_NAMES,
     LOSSES,
-    LossTerm,
     Targets,
     acceptance_bounds,
     chunked_losses,

@@ -11,7 +11,8 @@ import torch
 from toy_corpus import VOCAB, make_corpus, make_record, student
 
 from train.corpus import Corpus, join
-from train.packing import pack, plan_epoch
+from train.order import plan_epoch
+from train.packing import pack
 
 
 def test_plan_holds_every_document_once_within_the_length() -> None:
@@ -49,7 +50,7 @@ def losses_by_document(corpus: Corpus, sequences: list[list[int]]) -> dict[int, 
     model = student()
     batch = pack(corpus, sequences, 32)
     with torch.no_grad():
-        hidden_nD = model.hidden(batch.input_ids_SL, batch.position_ids_SL)[batch.positions_n]
+        hidden_nD = model.hidden(batch)
         logits_nN = model.head(hidden_nD)
     sizes = [int(corpus.completion_lengths[document]) for document in batch.documents]
     return dict(zip(batch.documents, logits_nN.split(sizes), strict=True))

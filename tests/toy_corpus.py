@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from bench.tiny_models import tiny_model
+from pipeline.config_train import LossTerm
 from train.corpus import Corpus
-from train.losses import LossTerm
 from train.student import Student, first_layers
 
 VOCAB = 64
@@ -27,6 +27,8 @@ def make_record(prompt: int, completion: int, *, seed: int, kept: int = 8) -> An
     top_ids = np.argsort(-logprobs, axis=-1)[:, :kept]
     top_logprobs = np.take_along_axis(logprobs, top_ids, -1)
     return SimpleNamespace(
+        prompt_id=f"prompt-{seed}",
+        completion=0,
         prompt_ids=ids[:prompt].astype(np.int32),
         completion_ids=ids[prompt:].astype(np.int32),
         top_ids=top_ids.astype(np.int32),

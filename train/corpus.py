@@ -21,6 +21,10 @@ class Record(Protocol):
     """What is read of a trace (`data.common.TraceRecord` is one)."""
 
     @property
+    def prompt_id(self) -> str: ...
+    @property
+    def completion(self) -> int: ...
+    @property
     def prompt_ids(self) -> np.ndarray: ...
     @property
     def completion_ids(self) -> np.ndarray: ...
@@ -34,9 +38,10 @@ class Record(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """`token_begins` and `row_begins` [documents + 1] say where a document's tokens and rows start; `tokens` holds
-    prompts and completions in turn."""
+    """`names` [documents] are for messages; `token_begins` and `row_begins` [documents + 1] say where a document's
+    tokens and rows start; `tokens` holds prompts and completions in turn."""
 
+    names: np.ndarray
     tokens: np.ndarray
     token_begins: np.ndarray
     row_begins: np.ndarray
@@ -55,6 +60,7 @@ class Corpus:
             raise ValueError(f"got completions with {kept} teacher entries a token, expected one number for all")
         sizes = [(len(record.prompt_ids), len(record.completion_ids)) for record in records]
         return cls(
+            names=np.array([f"{record.prompt_id}/{record.completion}" for record in records]),
             tokens=np.concatenate(
                 [part for record in records for part in (record.prompt_ids, record.completion_ids)]
             ).astype(np.int32),
@@ -112,6 +118,7 @@ class Corpus:
         rows = [self.document(number)[2] for number in documents]
         every_row = np.concatenate(rows)
         return Corpus(
+            names=self.names[list(documents)],
             tokens=np.concatenate(tokens),
             token_begins=np.cumsum([0] + [len(ids) for ids in tokens]),
             row_begins=np.cumsum([0] + [len(each) for each in rows]),
@@ -137,6 +144,7 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
         return np.cumsum(np.concatenate([[0], *(np.diff(getattr(corpus, name)) for corpus in corpora)]))
 
     return Corpus(
+        names=joined("names"),
         tokens=joined("tokens"),
         token_begins=begins("token_begins"),
         row_begins=begins("row_begins"),

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.config_train import LossTerm
+
 _LOG_FLOOR = -30.0  # log-probabilities below this are rounding
 _MASKED = -1e30  # finite, so that a row of it alone has no NaN gradient
 CHUNK_ELEMENTS = 1 << 25  # logits of a chunk: 128 MiB in float32
@@ -80,15 +82,6 @@ class Buckets:
     @property
     def unreachable_n(self) -> Tensor:
         return (self.p_nb * ~self.reachable_nb).sum(-1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossTerm:
-    """One part of a loss: a name of LOSSES, its weight, and for jsd the weight beta of the teacher in the mixture."""
-
-    name: str
-    weight: float = 1.0
-    beta: float = 0.5
 
 
 def head_columns(head_ids: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
@@ -182,6 +175,15 @@ LOSSES: Mapping[str, Callable[[Buckets], Tensor]] = {
     "tv": total_variation,
 }
 LOSS_NAMES = ("ce", *LOSSES)
+METRICS = ("acc_low", "acc_high", "top1")
+
+
+def exact_acceptance(draft_logits_nN: Tensor, teacher_logits_nV: Tensor, columns_V: Tensor | None = None) -> Tensor:
+    """[n]: sum over all tokens of min(p, q), the probability that speculative sampling at temperature 1 accepts."""
+    p_nV, q_nN = teacher_logits_nV.float().softmax(-1), draft_logits_nN.float().softmax(-1)
+    if columns_V is not None:
+        q_nN = functional.pad(q_nN, (0, 1))[:, columns_V]
+    return torch.minimum(p_nV, q_nN).sum(-1)
 
 
 def acceptance_bounds(buckets: Buckets) -> tuple[Tensor, Tensor]:
@@ -236,7 +238,7 @@ def chunked_losses(
         )
         return (loss, *(value.detach().sum() for value in values.values()))
 
-    names = [*dict.fromkeys(term.name for term in terms), "acc_low", "acc_high", "top1"]
+    names = [*dict.fromkeys(term.name for term in terms), *METRICS]
     size = max(1, chunk_elements // num_columns)
     parts = [
         checkpoint(sums, hidden_nD[first : first + size], targets[first : first + size], use_reentrant=False)

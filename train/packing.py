@@ -4,8 +4,8 @@
     input_ids     a0 a1 a2 a3 | b0 b1 | 0 0 0 0     the last token of a document is only predicted, never read
     position_ids   0  1  2  3 |  0  1 | 0 1 2 3     a position that does not follow its neighbour starts a document:
                                                     transformers then lets a token attend to its own document alone
-Padding is one more document, on which nothing is trained. The plan, which document goes where, is a function of the
-lengths, the seed and the epoch: never of the number of processes. Shapes: S sequences of L tokens, n loss positions.
+Padding is one more document, on which nothing is trained. Which document goes where: train/order.py. Shapes: S sequences
+of L tokens, n loss positions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from train.corpus import Corpus
 from train.losses import Targets
-
-LOOKAHEAD = 64  # open sequences a document may go to; more pack tighter and mix less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +40,6 @@ class Batch:
             targets=self.targets.to(device),
             documents=self.documents,
         )
-
-
-def plan_epoch(lengths: np.ndarray, length: int, seed: int, epoch: int) -> list[tuple[int, ...]]:
-    """Sequences as tuples of document numbers, in training order: every document once, shuffled, each into the
-    fullest of the open sequences that still has room for it.
-
-    `lengths` count the tokens read (`Corpus.lengths`), each at most `length`.
-    """
-    assert len(lengths) == 0 or lengths.max() <= length, "documents longer than the sequence are refused earlier"
-    rng = np.random.default_rng((seed, epoch))
-    open_: list[tuple[int, list[int]]] = []  # (room left, documents)
-    full: list[tuple[int, ...]] = []
-    for document in rng.permutation(len(lengths)):
-        size = int(lengths[document])
-        fitting = [index for index, (room, _) in enumerate(open_) if room >= size]
-        if fitting:
-            index = min(fitting, key=lambda each: open_[each][0])
-            room, documents = open_.pop(index)
-            open_.append((room - size, [*documents, int(document)]))
-        else:
-            open_.append((length - size, [int(document)]))
-        if len(open_) > LOOKAHEAD:
-            fullest = min(range(len(open_)), key=lambda each: open_[each][0])
-            full.append(tuple(open_.pop(fullest)[1]))
-    full += [tuple(documents) for _, documents in open_]
-    return [full[index] for index in rng.permutation(len(full))]
 
 
 def pack(corpus: Corpus, sequences: Sequence[Sequence[int]], length: int) -> Batch:

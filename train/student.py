@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import files
+from pipeline.config_train import LossTerm
 from pipeline.drafts import keep_layers
 from specdec.pruned import HEAD_IDS, prune_head, save_pruned
-from train.losses import LossTerm, chunked_losses, head_columns
+from train.losses import CHUNK_ELEMENTS, chunked_losses, exact_acceptance, head_columns
 from train.packing import Batch
 
 PROVENANCE = "provenance.json"
@@ -97,7 +98,6 @@ class Student(nn.Module):
     def __init__(self, model: Any, terms: Sequence[LossTerm], head_ids: Sequence[int] | None = None) -> None:
         super().__init__()
         self.model, self.terms, self.head_ids = model, tuple(terms), None if head_ids is None else tuple(head_ids)
-        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._no_split_modules = model._no_split_modules  # accelerate shards by layer with it
         if head_ids is not None:
             vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -105,30 +105,60 @@ class Student(nn.Module):
         else:
             self.columns_V = None
 
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss summed over the batch's loss positions, sums of every value of `losses.token_losses`)."""
-        hidden_nD = self.hidden(batch.input_ids_SL, batch.position_ids_SL)[batch.positions_n]
-        return chunked_losses(
-            hidden_nD,
-            self.head,
-            batch.targets,
-            self.terms,
-            self.columns_V,
-            num_columns=self.model.get_output_embeddings().out_features,
-        )
+    def forward(self, batch: Batch, teacher: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss summed over the batch's loss positions, sums of every value of `losses.token_losses`).
 
-    def hidden(self, input_ids_SL: Tensor, position_ids_SL: Tensor) -> Tensor:
-        """[S * L, D] last hidden states. flash attention knows packed documents in one row only, and the positions
-        mark where each starts, so one row is all it needs; sdpa's mask is S times smaller with a row a sequence."""
-        if "flash" in self.model.config._attn_implementation:
-            input_ids_SL, position_ids_SL = input_ids_SL.reshape(1, -1), position_ids_SL.reshape(1, -1)
-        output = self.model.get_decoder()(input_ids=input_ids_SL, position_ids=position_ids_SL, use_cache=False)
-        return output.last_hidden_state.flatten(0, 1)
+        With a `teacher`, a decoder over all V ids, also the sum of the exact acceptance (no gradient).
+        """
+        hidden_nD = self.hidden(batch)
+        num_columns = self.model.get_output_embeddings().out_features
+        loss, sums = chunked_losses(
+            hidden_nD, self.head, batch.targets, self.terms, self.columns_V, num_columns=num_columns
+        )
+        if teacher is not None:
+            sums["acceptance"] = self._acceptance(hidden_nD, hidden_states(teacher, batch), teacher)
+        return loss, sums
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """[n, D] last hidden states at the batch's loss positions."""
+        return hidden_states(self.model, batch)
 
     def head(self, hidden_nD: Tensor) -> Tensor:
         """[n, N] logits."""
-        logits_nN = self.model.get_output_embeddings()(hidden_nD)
-        return logits_nN if self.softcap is None else torch.tanh(logits_nN / self.softcap) * self.softcap
+        return head_logits(self.model, hidden_nD)
+
+    @torch.no_grad()
+    def _acceptance(self, hidden_nD: Tensor, teacher_nD: Tensor, teacher: Any) -> Tensor:
+        size = max(1, CHUNK_ELEMENTS // teacher.config.get_text_config().vocab_size)
+        parts = [
+            exact_acceptance(
+                self.head(hidden_nD[first : first + size]),
+                head_logits(teacher, teacher_nD[first : first + size]),
+                self.columns_V,
+            ).sum()
+            for first in range(0, len(hidden_nD), size)
+        ]
+        return torch.stack(parts).sum() if parts else hidden_nD.new_zeros((), dtype=torch.float32)
+
+
+def hidden_states(model: Any, batch: Batch) -> Tensor:
+    """[n, D] last hidden states of a decoder at the batch's loss positions.
+
+    flash attention knows packed documents in one row only, and the positions mark where each starts, so one row is all
+    it needs; sdpa's mask is S times smaller with a row a sequence.
+    """
+    input_ids_SL, position_ids_SL = batch.input_ids_SL, batch.position_ids_SL
+    if "flash" in model.config._attn_implementation:
+        input_ids_SL, position_ids_SL = input_ids_SL.reshape(1, -1), position_ids_SL.reshape(1, -1)
+    output = model.get_decoder()(input_ids=input_ids_SL, position_ids=position_ids_SL, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)[batch.positions_n]
+
+
+def head_logits(model: Any, hidden_nD: Tensor) -> Tensor:
+    """[n, N] logits of a decoder's head, capped where its family caps them."""
+    logits_nN = model.get_output_embeddings()(hidden_nD)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits_nN if softcap is None else torch.tanh(logits_nN / softcap) * softcap
 
 
 def export(
