@@ -78,12 +78,6 @@ def to_text(table: pd.DataFrame) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def to_markdown(table: pd.DataFrame) -> str:
-    """A GitHub table; a bar inside a cell is escaped."""
-    lines: list[Sequence[str]] = [table.columns.tolist(), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     is_ours = row["engine"] == "specdec"
     names = (row["drafter"] != "none", row["drafter"], row["controller"] != "fixed", row["controller"])

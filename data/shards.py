@@ -4,7 +4,7 @@ Columns that grow with T use byte-stream-split and zstd, which keep float32 exac
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -70,26 +70,47 @@ def write_shard(path: Path, records: Sequence[TraceRecord], skipped: Sequence[Sk
     columns = [_column(field, [getattr(record, field.name) for record in records]) for field in _SCHEMA]
     tokens = sum(len(record.completion_ids) for record in records)
     notes = {"tokens": tokens, "skipped": [[item.prompt_id, item.reason] for item in skipped]}
+    with open_writer(path) as writer:
+        writer.write_table(pa.table(columns, schema=_SCHEMA))
+        writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
+
+
+def open_writer(path: Path, added: Sequence[pa.Field] = ()) -> pq.ParquetWriter:
+    """A parquet file of the trace columns and the `added` ones; the same tables give the same bytes."""
     # Statistics, dictionaries and a second copy of the schema would be half of a small shard.
-    with pq.ParquetWriter(
+    return pq.ParquetWriter(
         path,
-        _SCHEMA,
+        pa.schema([*_SCHEMA, *added]),
         compression="zstd",
         compression_level=9,
         use_dictionary=False,
         write_statistics=False,
         store_schema=False,
         column_encoding=dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
-    ) as writer:
-        writer.write_table(pa.table(columns, schema=_SCHEMA))
-        writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
+    )
+
+
+def stream_tables(path: Path, rows: int) -> Iterator[pa.Table]:
+    """The shard's rows in order, at most `rows` at a time, unchecked. ValueError when it is not a trace shard."""
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_schema(file.metadata.metadata, file.schema_arrow)
+            for batch in file.iter_batches(batch_size=rows, use_threads=False):
+                yield pa.Table.from_batches([batch])
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{path}: not a sound trace shard: {error}") from error
+
+
+def to_records(table: pa.Table) -> Iterator[TraceRecord]:
+    """The rows of a table that has the trace columns; other columns are left out."""
+    for row in _rows(table.select(_SCHEMA.names)):
+        yield _record(row, _SCHEMA.names)
 
 
 def read_shard(path: Path) -> list[TraceRecord]:
     """The shard's records, each checked. ValueError naming an unsound file."""
     try:
-        table = read_table(path)
-        records = [_record(row, table.schema.names) for row in _rows(table)]
+        records = list(to_records(read_table(path)))
         for record in records:
             check_record(record)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -109,13 +130,16 @@ def read_table(path: Path) -> pa.Table:
     """The shard as an arrow table. ValueError when its schema is not this module's."""
     # Not pq.read_table: its threads can outlive the interpreter and abort it at exit (apache/arrow 34314).
     with pq.ParquetFile(path) as file:
-        version = (file.metadata.metadata or {}).get(_VERSION_KEY.encode(), b"none").decode()
-        table = file.read(use_threads=False)
+        _check_schema(file.metadata.metadata, file.schema_arrow)
+        return file.read(use_threads=False)
+
+
+def _check_schema(metadata: Mapping[bytes, bytes] | None, schema: pa.Schema) -> None:
+    version = (metadata or {}).get(_VERSION_KEY.encode(), b"none").decode()
     if version != str(SCHEMA_VERSION):
         raise ValueError(f"trace schema version {version}, this code reads {SCHEMA_VERSION}; generate again")
-    if not table.schema.equals(_SCHEMA):
-        raise ValueError(f"columns {table.schema.names}, expected {_SCHEMA.names}")
-    return table
+    if not schema.equals(_SCHEMA):
+        raise ValueError(f"columns {schema.names}, expected {_SCHEMA.names}")
 
 
 def _column(field: pa.Field, values: list[Any]) -> pa.Array:

@@ -7,8 +7,10 @@ Facts of a site (paths, accounts) stay out of it: they come from the environment
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +80,30 @@ class TracesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """Stage 02: what is dropped from the traces, and how much of the rest is held out.
+
+    `truncated` and `wrong` say what becomes of completions that ended at max_tokens and of answers that a verifier
+    refused. A loop is a completion that ends in one block repeated `loop_repeats` times or more, over `loop_tokens`
+    tokens or more. `min_tokens` and `max_tokens` bound a completion. Two prompts are near duplicates when the Jaccard
+    similarity of their `shingle_words`-word shingles is `near_threshold` or more. `heldout` is the share of prompts
+    that the split puts aside. `run_code` allows running completions of HumanEval against its tests.
+    """
+
+    truncated: str = _one_of(("keep", "drop"), default="keep")
+    wrong: str = _one_of(("keep", "drop"), default="keep")
+    loop_repeats: int = _count(2, default=4)
+    loop_tokens: int = _count(2, default=32)
+    min_tokens: int = _count(default=1)
+    max_tokens: int | None = _count(default=None)
+    shingle_words: int = _count(default=3)
+    near_threshold: float = setting("a number in (0, 1]", lambda value: 0 < value <= 1, default=0.5)
+    heldout: float = setting("a share in [0, 1)", lambda value: 0 <= value < 1, default=0.05)
+    run_code: bool = True
+    seed: int = _count(0, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchEngineConfig:
     """Stage 04: the grid drafters x controllers (and ks) x batches x temperatures, and the sizes of gates G1 and G2.
 
@@ -117,6 +143,7 @@ class Config:
     run: str = _name()
     models: ModelsConfig
     traces: TracesConfig
+    filter: FilterConfig = FilterConfig()
     bench_engine: BenchEngineConfig
 
 
@@ -138,8 +165,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def section_values(config: Config, sections: Iterable[str]) -> dict[str, Any]:
-    """The named sections as plain data (JSON types), in the order given."""
-    return {name: _plain(getattr(config, name)) for name in sections}
+    """The named sections, or parts of them such as "bench_engine.seed", as plain data (JSON), in the order given."""
+    return {name: _plain(operator.attrgetter(name)(config)) for name in sections}
+
+
+def bench_sections() -> tuple[str, ...]:
+    """The sections whose prompts are measured: every section with `prompts` but the traces'."""
+    kinds = typing.get_type_hints(Config)
+    names = (field.name for field in dataclasses.fields(Config))
+    return tuple(name for name in names if name != "traces" and "prompts" in _field_names(kinds[name]))
 
 
 def expand_env(text: str) -> str:
@@ -152,6 +186,16 @@ def expand_env(text: str) -> str:
         return os.environ[name]
 
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)
+
+
+def _field_names(kind: Any) -> set[str]:
+    """The fields of a section, which may be declared as `Section | None`."""
+    return {
+        field.name
+        for each in (typing.get_args(kind) or (kind,))
+        if dataclasses.is_dataclass(each)
+        for field in dataclasses.fields(each)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import config as configs
 from pipeline import sources
-from pipeline.config import Config
+from pipeline.config import Config, PromptSource
 
 
 def fingerprint(
@@ -16,9 +17,9 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Plain data: stage, code version, config sections, hashes of input stages, state of the prompt sources."""
     prompts = {
-        f"{section}.{source.name}": sources.state(source.source)
+        f"{section.removesuffix('.prompts')}.{source.name}": sources.state(source.source)
         for section in sections
-        for source in getattr(getattr(config, section), "prompts", ())
+        for source in _prompt_sources(config, section)
     }
     return {
         "stage": name,
@@ -27,6 +28,12 @@ def fingerprint(
         "inputs": dict(inputs),
         "prompts": prompts,
     }
+
+
+def _prompt_sources(config: Config, section: str) -> tuple[PromptSource, ...]:
+    """The prompt sources that a section holds, or that the part of it named "<section>.prompts" is."""
+    value = operator.attrgetter(section)(config)
+    return value if section.endswith(".prompts") else getattr(value, "prompts", ())
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

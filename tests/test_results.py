@@ -9,7 +9,8 @@ import pytest
 
 from bench import gates, report, results
 from bench.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
-from bench.tables import gate_table, to_markdown, to_text
+from bench.tables import gate_table, to_text
+from pipeline.tables import to_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED = gate("pass", value=1.5, limit=4.0, reason="3 comparisons")

@@ -18,7 +18,7 @@ from pipeline.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run", ROOT / "env.sh.example"]
-STAGES = ["00_check_env", "01_gen_traces", "04_bench_engine", "report"]
+STAGES = ["00_check_env", "01_gen_traces", "02_filter", "04_bench_engine", "report"]
 TINY = ROOT / "configs" / "tiny.yaml"
 STAND_IN = """#!/bin/bash
 echo "STAGE got $* root=${SPEC_DATA_ROOT:-none}"
@@ -82,7 +82,7 @@ def test_pipeline_runs_the_stages_in_order_from_any_folder(checkout: Path, data_
 @pytest.mark.parametrize("name", ["04_bench_engine", "04"])
 def test_pipeline_starts_at_the_named_stage(checkout: Path, name: str) -> None:
     done = bash(checkout / "scripts" / "run_pipeline.sh", "--from", name)
-    assert re.findall("^== (.*)", done.stdout, re.MULTILINE) == STAGES[2:]
+    assert re.findall("^== (.*)", done.stdout, re.MULTILINE) == STAGES[STAGES.index("04_bench_engine") :]
 
 
 def test_pipeline_stops_at_a_failed_stage_and_names_the_command_that_resumes(

@@ -29,12 +29,14 @@ CONFIG = ROOT / "configs" / "tiny.yaml"
 N = 8
 
 
-def make_record(number: int = 0, *, tokens: int = 20, vocab: int = 300, **changes: Any) -> TraceRecord:
-    """A record of a random law: what a model that has learnt nothing would give."""
+def make_record(
+    number: int = 0, *, tokens: int = 20, vocab: int = 300, ids: list[int] | None = None, **changes: Any
+) -> TraceRecord:
+    """A record of a random law: what a model that has learnt nothing would give (or has said, with `ids`)."""
     rng = np.random.default_rng(number)
     logits_TV = rng.normal(scale=2.0, size=(tokens, vocab))
     logprobs_TV = logits_TV - np.log(np.exp(logits_TV).sum(1, keepdims=True))
-    ids_T = rng.integers(0, vocab, size=tokens).astype(np.int32)
+    ids_T = np.asarray(rng.integers(0, vocab, size=tokens) if ids is None else ids, dtype=np.int32)
     top_ids_TN = np.argsort(-logprobs_TV, axis=1)[:, :N].astype(np.int32)
     top_TN = np.take_along_axis(logprobs_TV, top_ids_TN, 1)
     values: dict[str, Any] = {
