@@ -21,7 +21,8 @@ class TraceRecord:
     """One completion. Arrays: ids int32, probabilities float32; [T], or [T, N] for the teacher's top N.
 
     `messages` (a list of {"role", "content"}) and `verifier` (what checks an answer) are JSON texts;
-    `completion` counts the completions of one prompt at one temperature from 0; `seed` is the sampler's.
+    `completion` counts the completions of one prompt at one temperature from 0; `seed` is the sampler's; `backend`
+    is what computed it, with its version; `thinking` is what the chat template was told (None: nothing).
     """
 
     prompt_id: str
@@ -43,6 +44,8 @@ class TraceRecord:
     seed: int
     teacher: str
     teacher_revision: str
+    backend: str = "specdec"
+    thinking: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +56,29 @@ class Skipped:
     reason: str
 
 
-def encode_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer starts, by the chat template.
 
-    ValueError when the tokenizer has no template; jinja2.TemplateError when that refuses the messages.
+    `thinking` switches a reasoning model's thinking on or off; None leaves it to the template. ValueError when the
+    tokenizer has no template, or none with that switch; jinja2.TemplateError when it refuses the messages.
     """
     if not tokenizer.chat_template:
         raise ValueError("the target's tokenizer has no chat template; expected an instruction-tuned model's")
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    if options and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ValueError("thinking is set, but the target's chat template has no enable_thinking; leave it unset")
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False, **options)
     return [int(token) for token in ids]
 
 
 def stop_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a completion, ascending: the generation config's and the tokenizer's own."""
-    listed = model.generation_config.eos_token_id
+    """The ids that end a completion, ascending: of the model's generation config, and the tokenizer's own."""
+    return stop_ids(model.generation_config, tokenizer)
+
+
+def stop_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The same from a generation config alone, without the model."""
+    listed = generation_config.eos_token_id
     ids = set(listed) if isinstance(listed, list | tuple) else {listed}
     return tuple(sorted((ids | {tokenizer.eos_token_id}) - {None}))
 

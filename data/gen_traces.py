@@ -3,7 +3,9 @@
     python -m data.gen_traces --config configs/demo.yaml
 
 A shard (shard_size prompts with all their completions) is the unit of resume. What is in it depends on its
-prompts and the config alone: every completion has its own seed, and a shard starts with empty slots.
+prompts and the config alone: every completion has its own seed, and a shard starts in an empty engine. With a
+token budget the result is the first shards, in order, up to the one that reaches it: whoever made them, and however
+often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -12,65 +14,97 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.sources import load_prompts
 from pipeline.stage import Stage, StageContext, stage_main
 
 if TYPE_CHECKING:
+    from data.items import Shard
     from data.shards import ShardNotes
-    from pipeline.config import TracesConfig
-    from pipeline.sources import Prompt
 
-STAGE = Stage(name="01_gen_traces", version=1, sections=("models", "traces"))
+STAGE = Stage(name="01_gen_traces", version=2, sections=("models", "traces"))
 SKIPPED_SHOWN = 20
 
 
 def body(ctx: StageContext) -> Mapping[str, Any]:
     """Make the shards that are missing; counts of all of them."""
-    from data.engine_backend import Tracer
+    from data.items import all_items, cut
+    from data.tracer import backend_kind
 
-    shards = shard_prompts(all_prompts(ctx.config.traces), ctx.config.traces.shard_size)
-    names = [f"shard-{index:05d}.parquet" for index in range(len(shards))]
-    todo = [(name, prompts) for name, prompts in zip(names, shards, strict=True) if name not in ctx.shards]
-    if todo:
-        tracer = Tracer(ctx.config, [prompt for prompts in shards for prompt in prompts])
-        with ctx.progress(len(names), "shards", done=len(names) - len(todo)) as progress:
-            for name, prompts in todo:
-                make_shard(ctx, tracer, name, prompts)
-                progress.update()
-    return summary(ctx, names)
+    kind = backend_kind(ctx.config)
+    items = all_items(ctx.config.traces)
+    shards = cut(items, ctx.config.traces.shard_size)
+    check_same_backend(ctx, kind)
+    missing = missing_shards(ctx, shards)
+    if missing:
+        how = f"backend {kind}" + (" (traces.backend: auto)" if ctx.config.traces.backend == "auto" else "")
+        ctx.log(f"{len(shards)} shards of {len(items)} prompts, {len(missing)} to make; {how}")
+        make_missing(ctx, items, shards, missing)
+    return summary(ctx, [shard.name for shard in wanted_shards(ctx, shards)])
 
 
-def make_shard(ctx: StageContext, tracer: Any, name: str, prompts: Sequence[Prompt]) -> None:
+def make_missing(ctx: StageContext, items: Sequence[Any], shards: Sequence[Shard], missing: Sequence[Shard]) -> None:
+    """Here, one after the other, or shared out among workers."""
+    with ctx.progress(len(shards), "shards", done=len(shards) - len(missing)) as progress:
+        if ctx.config.workers.count:
+            from data.fan_out import FanOut
+
+            FanOut(ctx, shards, progress).run()
+            return
+        from data.tracer import make_tracer
+
+        tracer = make_tracer(ctx.config, items)
+        for shard in missing:
+            if shard not in wanted_shards(ctx, shards):
+                break
+            make_shard(ctx, tracer, shard)
+            progress.update()
+
+
+def make_shard(ctx: StageContext, tracer: Any, shard: Shard) -> None:
     """Generate, write, read back and publish one shard; nothing of it stays when a signal stops the stage."""
     from data.shards import read_shard, write_shard
 
-    records, skipped = tracer.trace(prompts, ctx.check_stop)
-    write_shard(ctx.tmp(name), records, skipped)
-    ctx.publish(ctx.tmp(name), name, validate=read_shard, rows=len(records))
+    records, skipped = tracer.trace(shard.items, ctx.check_stop)
+    write_shard(ctx.tmp(shard.name), records, skipped)
+    ctx.publish(ctx.tmp(shard.name), shard.name, validate=read_shard, rows=len(records))
 
 
-def all_prompts(config: TracesConfig) -> list[Prompt]:
-    """The prompts of every source, in order. ValueError when two have the same id: seeds hang on ids."""
-    prompts = [
-        prompt
-        for source in config.prompts
-        for prompt in load_prompts(source.name, source.source, source.limit, config.seed)
-    ]
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise ValueError(f"two prompts have the id {prompt.id!r}; expected ids that differ over all sources")
-        seen.add(prompt.id)
-    return prompts
+def wanted_shards(ctx: StageContext, shards: Sequence[Shard]) -> Sequence[Shard]:
+    """The shards that belong to the result as far as is known: with a token budget, none behind the shard with which
+    the tokens of those before it, all finished, reach it."""
+    from data.shards import read_notes
+
+    budget, tokens = ctx.config.traces.token_budget, 0
+    if budget is None:
+        return shards
+    for index, shard in enumerate(shards):
+        if shard.name not in ctx.shards:
+            return shards
+        tokens += read_notes(ctx.folder / shard.name).tokens
+        if tokens >= budget:
+            return shards[: index + 1]
+    return shards
 
 
-def shard_prompts(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:
-    """Consecutive ranges of `size` prompts; the last one may be shorter."""
-    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+def missing_shards(ctx: StageContext, shards: Sequence[Shard]) -> list[Shard]:
+    """The wanted shards that are not finished."""
+    return [shard for shard in wanted_shards(ctx, shards) if shard.name not in ctx.shards]
+
+
+def check_same_backend(ctx: StageContext, kind: str) -> None:
+    """ValueError when "auto" meant another backend to the process that made the finished shards."""
+    from data.shards import read_notes
+
+    names = {name for shard in ctx.shards for name in read_notes(ctx.folder / shard).backends}
+    others = sorted(name for name in names if name.split()[0] != kind)
+    if others:
+        raise ValueError(
+            f"{ctx.folder} holds shards made by {others[0]}, and traces.backend={ctx.config.traces.backend} means "
+            f"{kind} here; install what made them, or run with --force to move them aside"
+        )
 
 
 def summary(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
-    """Counts over all shards, also printed, with every skipped prompt by its id."""
+    """Counts over the shards, also printed, with every skipped prompt by its id."""
     from data.shards import read_notes
 
     notes = [read_notes(ctx.folder / name) for name in names]
@@ -81,6 +115,7 @@ def summary(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
         "tokens": tokens,
         "skipped": sum(len(note.skipped) for note in notes),
         "bytes_per_token": round(size / tokens, 2) if tokens else None,
+        "backends": sorted({name for note in notes for name in note.backends}),
     }
     for line in _skipped_lines(notes):
         ctx.log(line)

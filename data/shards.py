@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from data.common import Skipped, TraceRecord, check_record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _VERSION_KEY = "trace_schema_version"
 _NOTES_KEY = "trace_notes"
 
@@ -42,6 +42,8 @@ _SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("teacher", pa.string()),
         ("teacher_revision", pa.string()),
+        ("backend", pa.string()),
+        ("thinking", pa.bool_()),
     ]
 )
 _SPLIT = (
@@ -56,10 +58,12 @@ _SPLIT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShardNotes:
-    """What a shard's metadata says of it, read without its rows: `tokens` are completion tokens."""
+    """What a shard's metadata says of it, read without its rows: `tokens` are completion tokens, `backends` what
+    computed them."""
 
     records: int
     tokens: int
+    backends: tuple[str, ...]
     skipped: tuple[Skipped, ...]
 
 
@@ -69,7 +73,11 @@ def write_shard(path: Path, records: Sequence[TraceRecord], skipped: Sequence[Sk
         check_record(record)
     columns = [_column(field, [getattr(record, field.name) for record in records]) for field in _SCHEMA]
     tokens = sum(len(record.completion_ids) for record in records)
-    notes = {"tokens": tokens, "skipped": [[item.prompt_id, item.reason] for item in skipped]}
+    notes = {
+        "tokens": tokens,
+        "backends": sorted({record.backend for record in records}),
+        "skipped": [[item.prompt_id, item.reason] for item in skipped],
+    }
     with open_writer(path) as writer:
         writer.write_table(pa.table(columns, schema=_SCHEMA))
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
@@ -123,7 +131,9 @@ def read_notes(path: Path) -> ShardNotes:
     metadata = pq.read_metadata(path)
     notes = json.loads(metadata.metadata[_NOTES_KEY.encode()])
     skipped = tuple(Skipped(prompt_id=prompt_id, reason=reason) for prompt_id, reason in notes["skipped"])
-    return ShardNotes(records=metadata.num_rows, tokens=notes["tokens"], skipped=skipped)
+    return ShardNotes(
+        records=metadata.num_rows, tokens=notes["tokens"], backends=tuple(notes["backends"]), skipped=skipped
+    )
 
 
 def read_table(path: Path) -> pa.Table:

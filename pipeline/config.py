@@ -26,6 +26,8 @@ from pipeline.schema import setting
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DRAFTERS = ("none", "model", "ngram", "suffix")
 CONTROLLERS = ("fixed", "geometric", "adaptive")
+TRACE_BACKENDS = ("auto", "vllm", "specdec", "score")
+EXECUTORS = ("local", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +64,50 @@ class PromptSource:
 
 @dataclass(frozen=True, kw_only=True)
 class TracesConfig:
-    """Stage 01: `completions_per_prompt` completions of every prompt at every temperature."""
+    """Stage 01: `completions_per_prompt` completions of every prompt at every temperature.
+
+    backend: "vllm" or "specdec" (our engine); "auto" is vllm where it is installed; "score" makes no text but takes
+    it from the sources (data.texts). token_budget: stop after the first shard, in order, with which the completion
+    tokens reach it. thinking: what the chat template of a reasoning model is told. batch: completions decoded
+    together. tensor_parallel: GPUs that share one engine (vllm).
+    """
 
     prompts: tuple[PromptSource, ...]
+    backend: str = _one_of(TRACE_BACKENDS, default="auto")
     completions_per_prompt: int = _count(default=1)
     temperatures: tuple[float, ...] = _temperature(default=(1.0,))
     top_p: float = setting("a number in (0, 1]", lambda value: 0 < value <= 1, default=1.0)
+    thinking: bool | None = None
     max_tokens: int = _count()
+    token_budget: int | None = _count(default=None)
     seed: int = _count(0, default=0)
     shard_size: int = _count(default=64)
     top_logprobs: int = _count(default=8)
     batch: int = _count(default=8)
+    tensor_parallel: int = _count(default=1)
 
     def __post_init__(self) -> None:
         _check_prompts(self.prompts)
         _not_empty(temperatures=self.temperatures)
+        if self.tensor_parallel > 1 and self.backend in ("specdec", "score"):
+            raise ValueError(
+                f"tensor_parallel: got {self.tensor_parallel} with backend {self.backend}, expected backend vllm"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersConfig:
+    """Processes that share a stage's shards: `count` of them (0: the stage's own process makes all), on this machine
+    ("local") or as an array of Slurm jobs of at most `minutes` each.
+
+    No part of what a result depends on: it may be changed in the middle of a run. `retries`: how often in a row
+    workers may fail without having finished a shard.
+    """
+
+    count: int = _count(0, default=0)
+    executor: str = _one_of(EXECUTORS, default="local")
+    retries: int = _count(0, default=2)
+    minutes: int = _count(default=240)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +176,7 @@ class Config:
     traces: TracesConfig
     filter: FilterConfig = FilterConfig()
     bench_engine: BenchEngineConfig
+    workers: WorkersConfig = WorkersConfig()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

