@@ -35,11 +35,12 @@ class VllmBackend:
         for name, value in PROCESS_SETTINGS.items():
             os.environ.setdefault(name, value)
         import vllm
+        from vllm.platforms import current_platform
 
         self.vllm, self.stop_ids, self.top = vllm, list(stop_ids), config.traces.top_logprobs
         self.name = f"vllm {vllm.__version__}"
         options = engine_options(config, capacity)
-        if _is_cpu(vllm):
+        if current_platform.is_cpu():
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_cache_bytes(config, model_config, capacity)}
         self.engine = vllm.LLM(str(folder), **options).llm_engine
         self.count = 0
@@ -63,7 +64,9 @@ class VllmBackend:
         return name
 
     def params(self, sample: Sample) -> Any:
-        """vLLM's sampling parameters of a sample. top_p apart, no filter: the raw law is recorded, not the filtered."""
+        """vLLM's sampling parameters of a sample."""
+        from vllm.sampling_params import RequestOutputKind
+
         return self.vllm.SamplingParams(
             temperature=sample.temperature,
             top_p=sample.top_p,
@@ -73,7 +76,7 @@ class VllmBackend:
             logprobs=self.top,
             flat_logprobs=True,  # a Python object a token and entry would cost more than the forward
             detokenize=False,
-            output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
 
@@ -124,7 +127,3 @@ def to_completion(output: Any, top: int) -> Completion:
     reason = output.finish_reason if output.finish_reason in ("stop", "length") else "error"
     error = None if reason != "error" else f"vLLM ended it with {output.finish_reason!r}"
     return Completion(id=None, token_ids=token_ids, finish_reason=reason, error=error, logprobs=logprobs)
-
-
-def _is_cpu(vllm: Any) -> bool:
-    return vllm.platforms.current_platform.is_cpu()
