@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from submitit.core.utils import UncompletedJobError
+
 from data.exchange import Exchange
 from data.executors import make_executor, worker_environment
 from data.gen_traces import missing_shards, wanted_shards
@@ -147,9 +149,11 @@ class FanOut:
 
 
 def failure(job: Any) -> str:
-    """Why a job ended, in a line."""
+    """Why a job ended, in a line: the error it raised, or the last words of one that was killed."""
     error = job.exception()
     if error is None:
         return "it stopped early"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" -")]
-    return lines[-1] if lines else type(error).__name__
+    killed = isinstance(error, UncompletedJobError)
+    lines = [line.strip() for line in ((job.stderr() or "") if killed else str(error)).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    return f"killed; its last words: {last}" if killed else last

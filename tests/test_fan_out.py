@@ -253,7 +253,7 @@ def wait_for_shards(driver: subprocess.Popen[bytes], folder: Path, count: int) -
 
 @pytest.mark.slow
 def test_real_workers_one_killed_in_the_middle(data_root: Path) -> None:
-    settings = ("traces.shard_size=1", "traces.max_tokens=200", "traces.temperatures=[1.0, 0.7, 0.5]")
+    settings = ("traces.shard_size=1", "traces.max_tokens=60", "traces.temperatures=[1.0, 0.7, 0.5]")
     whole = contents(run_stage(STAGE, load_config(CONFIG, ["run=one", *settings]), body))
     driver = start("run=two", *settings)
     wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
@@ -272,7 +272,7 @@ def test_real_workers_one_killed_in_the_middle(data_root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_real_workers_end_with_their_driver_and_the_next_one_goes_on(data_root: Path, number: signal.Signals) -> None:
-    settings = ("traces.shard_size=1", "traces.max_tokens=400", "traces.temperatures=[1.0, 0.7, 0.5]")
+    settings = ("traces.shard_size=1", "traces.max_tokens=60", "traces.temperatures=[1.0, 0.7, 0.5]")
     whole = contents(run_stage(STAGE, load_config(CONFIG, ["run=one", *settings]), body))
     driver = start("run=two", *settings)
     wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
