@@ -12,7 +12,7 @@ tokenised again.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, Protocol
@@ -35,6 +35,8 @@ class Workload:
     max_tokens: int
     stop_ids: Sequence[int]
     seed: int
+    min_tokens: int = 0
+    waves: int = WAVES
 
     @property
     def longest(self) -> int:
@@ -46,7 +48,7 @@ class Workload:
 
         Seeds differ by repeat and request, not by variant.
         """
-        num_requests = max(-(-len(self.prompts) // 2), WAVES * self.batch)
+        num_requests = max(-(-len(self.prompts) // 2), self.waves * self.batch)
         first = half * num_requests
         return [self.request(index, repeat) for index in range(first, first + num_requests)]
 
@@ -54,6 +56,7 @@ class Workload:
         params = SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
             stop_ids=self.stop_ids,
             seed=stable_seed(self.seed, repeat, index),
         )
@@ -114,10 +117,10 @@ class EngineVariant:
 
 
 class TransformersVariant:
-    """`generate` of transformers on left-padded batches: decoding without an engine, for orientation."""
+    """`generate` of transformers on left-padded batches, with further `options` of it: decoding without an engine."""
 
-    def __init__(self, target: Any, *, batch: int) -> None:
-        self.target, self.batch = target, batch
+    def __init__(self, target: Any, *, batch: int, options: Mapping[str, Any] | None = None) -> None:
+        self.target, self.batch, self.options = target, batch, dict(options or {})
 
     def run(self, requests: Sequence[Request]) -> Pass:
         start = time.perf_counter()
@@ -139,9 +142,11 @@ class TransformersVariant:
             torch.tensor(rows, device=device),
             attention_mask=torch.tensor(mask, device=device),
             max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens or None,
             eos_token_id=list(params.stop_ids) or None,
             pad_token_id=pad,
             **_hf_sampling(params.temperature),
+            **self.options,
         )
         return [row[: _length(row, params.stop_ids)] for row in output[:, length:].tolist()]
 

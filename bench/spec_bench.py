@@ -5,14 +5,18 @@
 
 The file is JSONL with a `category` in each row; of a conversation the first turn is used. In each category every
 variant decodes the same requests, in turn there and back (bench/measure.py says how throughput is measured); the batch
-is at most a quarter of a category's prompts, so that slots can be refilled.
+is at most a quarter of a category's prompts, so that slots can be refilled. --jobs shares the categories out among
+processes, which a GPU that waits for its host allows: a category's variants are all measured in one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,7 +26,7 @@ from typing import Any
 from bench.cells import row
 from bench.drafters import PLAIN, Label, drafter_of, labels_of, length_of
 from bench.measure import EngineVariant, Workload, interleave, warm_up
-from bench.results import write_result
+from bench.results import read_result, write_result
 from data.common import encode_prompt, stop_ids_of
 from pipeline import rows
 from pipeline.config import Config, load_config
@@ -97,14 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share out the categories (default 1)")
+    parser.add_argument("--categories", help="only these, separated by commas")
     args = parser.parse_args(argv)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         config = load_config(args.config, args.set)
-        categories = prompts_by_category(args.prompts)
+        categories = chosen(prompts_by_category(args.prompts), args.categories)
     except (ValueError, OSError) as error:
         print(f"bench.spec_bench: {error}", file=sys.stderr)
         return 2
+    if args.jobs > 1:
+        return _side_by_side(args, categories, config.run, started)
     bench = CategoryBench(config, batch=args.batch, max_tokens=args.max_tokens, temperature=args.temperature)
     labels = labels_of(config.bench_engine.drafters, config.bench_engine.controllers, config.bench_engine.ks)
     measured: list[dict[str, Any]] = []
@@ -116,6 +124,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_result(args.out, stage="spec_bench", run=config.run, rows=measured, gates={}, started=started)
     print(f"written to {args.out}")
     return 0
+
+
+def chosen(categories: dict[str, Any], names: str | None) -> dict[str, Any]:
+    """The named ones, in the order of the file. ValueError for a name that the file does not have."""
+    wanted = set(names.split(",")) if names else set(categories)
+    if unknown := sorted(wanted - set(categories)):
+        raise ValueError(f"no category {', '.join(unknown)}; the file has {', '.join(categories)}")
+    return {name: prompts for name, prompts in categories.items() if name in wanted}
+
+
+def shared_out(sizes: dict[str, int], jobs: int) -> list[list[str]]:
+    """Categories for each process, none empty, so that the largest share of prompts is small: the largest category
+    goes first, always to the process with least."""
+    shares: list[list[str]] = [[] for _ in range(min(jobs, len(sizes)))]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        min(shares, key=lambda share: sum(sizes[each] for each in share)).append(name)
+    return shares
+
+
+def _side_by_side(args: argparse.Namespace, categories: dict[str, Any], run: str, started: str) -> int:
+    """Run this module once a share, and keep the file of results up to date with what all have measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts: list[Path] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        for share in shared_out({name: len(prompts) for name, prompts in categories.items()}, args.jobs):
+            parts.append(Path(folder) / f"{len(parts)}.json")
+            command = ["--config", args.config, "--prompts", str(args.prompts), "--out", str(parts[-1])]
+            command += [word for assignment in args.set for word in ("--set", assignment)]
+            for name in ("batch", "max_tokens", "temperature"):
+                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+            command += ["--categories", ",".join(share)]
+            processes.append(subprocess.Popen([sys.executable, "-m", "bench.spec_bench", *command]))
+        while any(process.poll() is None for process in processes):
+            time.sleep(1)
+            _merge(args.out, parts, list(categories), run, started)
+        _merge(args.out, parts, list(categories), run, started)
+    failed = [process.returncode for process in processes if process.returncode]
+    print(f"written to {args.out}" if not failed else f"bench.spec_bench: {len(failed)} processes failed")
+    return failed[0] if failed else 0
+
+
+def _merge(out: str, parts: Sequence[Path], order: list[str], run: str, started: str) -> None:
+    measured = [one for part in parts if part.exists() for one in read_result(part)["rows"]]
+    measured.sort(key=lambda one: order.index(one["prompt_set"]))
+    if measured:
+        write_result(out, stage="spec_bench", run=run, rows=measured, gates={}, started=started)
 
 
 def _line(one: dict[str, Any]) -> str:

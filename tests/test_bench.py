@@ -347,18 +347,25 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     assert {name: record["state"] for name, record in result["gates"].items()} == {"G1": "pass", "G2": "pass"}
 
 
+def test_processes_share_the_categories_out_evenly() -> None:
+    shares = spec_bench.shared_out({"a": 10, "b": 80, "c": 10, "d": 80, "e": 10}, 3)
+    assert sorted(sorted(share) for share in shares) == [["a", "c", "e"], ["b"], ["d"]]
+    assert spec_bench.shared_out({"a": 1}, 4) == [["a"]]
+
+
 def test_spec_bench_measures_every_variant_in_every_category(tmp_path: Path, data_root: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"category": "a", "turns": ["What?", "Why?"]}, {"category": "b", "prompt": "Say it."}]
     prompts.write_text("\n".join(json.dumps(line) for line in [*lines, lines[0]]))
     out = tmp_path / "result.json"
     options = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "6"]
-    assert spec_bench.main(["--config", str(CONFIG), *options]) == 0
+    assert spec_bench.main(["--config", str(CONFIG), *options, "--jobs", "2"]) == 0
     rows = read_result(out)["rows"]
     variants = [("none", "none", 0), ("model", "fixed", 1), ("model", "fixed", 2), ("model", "adaptive", 2)]
     assert [(r["drafter"], r["controller"], r["k"]) for r in rows] == variants * 2
     assert [r["prompt_set"] for r in rows] == ["a"] * 4 + ["b"] * 4
     assert {r["batch"] for r in rows} == {1}
     assert all(r["texts_as_plain"] == r["texts"] > 0 for r in rows)
+    assert spec_bench.main(["--config", str(CONFIG), *options, "--categories", "c"]) == 2
     prompts.write_text(json.dumps({"prompt": "no category"}))
     assert spec_bench.main(["--config", str(CONFIG), *options]) == 2
