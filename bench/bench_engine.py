@@ -1,5 +1,4 @@
-"""Stage 04: the engine's speed over a grid of draft lengths, batches and temperatures, and the gates G1 and
-G2.
+"""Stage 04: the engine's speed over a grid of draft lengths, batches and temperatures, and the gates G1, G2 and G4.
 
     python -m bench.bench_engine --config configs/demo.yaml
 
@@ -59,7 +58,8 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
     units: dict[str, Callable[[], Mapping[str, Any]]] = {
         cell.file: partial(bench.cell, cell.prompts, cell.temperature, cell.batch) for cell in cells(ctx.config)
     }
-    units |= {"gate-G1.json": bench.g1, "gate-G2.json": bench.g2}
+    measured = list(units)
+    units |= {"gate-G1.json": bench.g1, "gate-G2.json": bench.g2, "gate-G4.json": partial(_g4, ctx, measured)}
     finished = [name for name in units if name in ctx.shards]
     with ctx.progress(len(units), "cells and gates", done=len(finished)) as progress:
         for name, make in units.items():
@@ -68,6 +68,13 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
                 _publish_unit(ctx, name, make())
                 progress.update()
     return _publish_result(ctx, list(units))
+
+
+def _g4(ctx: StageContext, names: Sequence[str]) -> Mapping[str, Any]:
+    """Gate G4 from the cells, all of them measured by now."""
+    from bench.adaptive import g4
+
+    return g4([row for name in names for row in _read(ctx.folder / name)["rows"]])
 
 
 def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> None:

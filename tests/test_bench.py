@@ -283,7 +283,7 @@ def test_the_stage_measures_the_whole_grid_and_says_so(data_root: Path, capsys: 
     assert fixed == {(drafter, k, t) for t in (0.0, 1.0) for drafter, k in (("none", 0), ("model", 1), ("model", 2))}
     assert {(r["drafter"], r["k"]) for r in rows if r["controller"] == "adaptive"} == {("model", 2)}
     assert {row["draft"] for row in rows if row["drafter"] == "model"} == {"keep_layers=2"}
-    assert result["gates"].keys() == {"G1", "G2"}
+    assert result["gates"].keys() == {"G1", "G2", "G4"}
     greedy = [row for row in rows if row["temperature"] == 0]
     assert len(greedy) == 5
     assert all(row["texts_as_plain"] == row["texts"] == 8 for row in greedy)
@@ -344,7 +344,9 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     result = read_result(folder / RESULT)
     assert result["command"].startswith("python -m bench.bench_engine --config")
     assert {row["temperature"] for row in result["rows"] if "gate" not in row} == {0.0, 1.0}
-    assert {name: record["state"] for name, record in result["gates"].items()} == {"G1": "pass", "G2": "pass"}
+    assert {name: record["state"] for name, record in result["gates"].items()} == dict.fromkeys(
+        ("G1", "G2", "G4"), "pass"
+    )
 
 
 def test_processes_share_the_categories_out_evenly() -> None:
