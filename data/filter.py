@@ -18,26 +18,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import manifest
-from pipeline.config import bench_sections
+from pipeline.config import bench_prompt_parts
 from pipeline.stage import Stage, StageContext, stage_main
 
 if TYPE_CHECKING:
+    from data.decontaminate import Decontaminator
     from data.filter_report import Counts
     from data.sorter import Sorter
 
-# Of a bench section only what it takes its prompts from: a change of its other settings leaves the traces clean.
-BENCH_PARTS = tuple(f"{section}.{part}" for section in bench_sections() for part in ("prompts", "seed"))
+# Of the bench sections only what decides their prompts: their other settings may change and the rows stay clean.
 STAGE = Stage(
-    name="02_filter", version=1, sections=("filter", "models.target", *BENCH_PARTS), inputs=("01_gen_traces",)
+    name="02_filter",
+    version=1,
+    sections=("filter", "models.target", *bench_prompt_parts()),
+    inputs=("01_gen_traces",),
 )
 
 
 def body(ctx: StageContext) -> Mapping[str, Any]:
     """Both passes and the report; counts for done.json."""
+    from data.decontaminate import Decontaminator, load_benchmarks
     from data.sorter import Sorter
 
     shards = input_shards(ctx.input("01_gen_traces"))
-    check_rows(ctx, shards)
+    benchmarks = load_benchmarks(ctx.config)
+    check_rows(ctx, shards, Decontaminator(benchmarks))
     sorter = Sorter(ctx.config.filter)
     with ctx.progress(len(shards), "shards sorted") as progress:
         for number, path in enumerate(shards):
@@ -45,7 +50,7 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
             progress.update()
     for warning in sorter.counts.check(ctx.config.filter):
         ctx.log(warning)
-    publish_report(ctx, sorter.counts)
+    publish_report(ctx, sorter.counts, {name: len(prompts) for name, prompts in benchmarks.items()})
     return sorter.counts.summary()
 
 
@@ -62,7 +67,7 @@ def input_shards(folder: Path) -> list[Path]:
     return [folder / record.name for record in records]
 
 
-def check_rows(ctx: StageContext, shards: Sequence[Path]) -> None:
+def check_rows(ctx: StageContext, shards: Sequence[Path], decontaminator: Decontaminator) -> None:
     """The first pass: checked-NNNNN.parquet for every shard that lacks it."""
     from data.row_checks import RowChecker, checked_name, read_checked, write_checked
 
@@ -70,7 +75,7 @@ def check_rows(ctx: StageContext, shards: Sequence[Path]) -> None:
     if not todo:
         return
     with (
-        RowChecker(ctx.config) as checker,
+        RowChecker(ctx.config, decontaminator) as checker,
         ctx.progress(len(shards), "shards checked", done=len(shards) - len(todo)) as progress,
     ):
         for number in todo:
@@ -101,11 +106,11 @@ def sort_shard(ctx: StageContext, number: int, path: Path, sorter: Sorter) -> No
         ctx.publish(ctx.tmp(names[split]), names[split], validate=check_file, rows=writer.rows)
 
 
-def publish_report(ctx: StageContext, counts: Counts) -> None:
+def publish_report(ctx: StageContext, counts: Counts, items: Mapping[str, int]) -> None:
     """report.json and report.md; the steps are also told to the person or the log."""
     from data import filter_report
 
-    content = filter_report.report(counts, {})
+    content = filter_report.report(counts, items)
     for name, text in (
         ("report.json", filter_report.to_json(content)),
         ("report.md", filter_report.to_text(content)),

@@ -23,8 +23,8 @@ STEPS = {
     "truncated": "cut off at max_tokens",
     "loop": "ends in a repetition loop",
     "length": "too short or too long",
-    "wrong": "the verifier refuses the answer",
     "contaminated": "part of a benchmark",
+    "wrong": "the verifier refuses the answer",
     "exact_duplicate": "same prompt and completion again",
     "near_duplicate": "prompt nearly repeats an earlier one",
 }
@@ -34,8 +34,8 @@ ADVICE = {
     "truncated": "raise traces.max_tokens, or set filter.truncated to keep",
     "loop": "raise filter.loop_repeats or filter.loop_tokens",
     "length": "widen filter.min_tokens and filter.max_tokens",
-    "wrong": "set filter.wrong to keep",
     "contaminated": "take the traces' prompts from elsewhere than the bench's, or with another seed",
+    "wrong": "set filter.wrong to keep",
     "exact_duplicate": "give more or other prompts",
     "near_duplicate": "raise filter.near_threshold, or give more varied prompts",
 }

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.checks import Drop, check
+from data.decontaminate import Decontaminator
 from data.dedup import row_key
 from data.filtered import ROWS_AT_A_TIME
 from data.rows import Row, read_rows
 from data.shards import stream_tables
+from data.verify import Verifier
 from pipeline.config import Config
 from pipeline.models import load_tokenizer
 
@@ -41,15 +43,16 @@ class Checked:
 class RowChecker:
     """The steps with what they need: tokenizer, verifiers, benchmarks. A context manager: it ends its processes."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config.filter
+    def __init__(self, config: Config, decontaminator: Decontaminator) -> None:
+        self.config, self.decontaminator = config.filter, decontaminator
         self.tokenizer = load_tokenizer(config.models)
+        self.verifier = Verifier(run_code=config.filter.run_code)
 
     def __enter__(self) -> RowChecker:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        pass
+        self.verifier.__exit__(*_)
 
     def check_shard(self, path: Path, check_stop: Callable[[], None]) -> Iterator[list[Checked]]:
         """Batches of results in the order of the shard's rows; `check_stop` is called between rows and may raise."""
@@ -61,8 +64,12 @@ class RowChecker:
             yield checked
 
     def check(self, row: Row) -> Checked:
-        """All steps on one row."""
-        return Checked(label="unverified", drop=check(row, self.config), key=row_key(row))
+        """All steps on one row, the dearest last: only what is still in is verified."""
+        drop = check(row, self.config) or self.decontaminator.check(row)
+        label = "unverified" if drop else self.verifier.label(row)
+        if label == "wrong" and self.config.wrong == "drop":
+            drop = Drop(reason="wrong")
+        return Checked(label=label, drop=drop, key=row_key(row))
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -17,13 +17,17 @@ _CJK = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 _INSIDE = re.compile(r"['\u2019\u2018`\u00ad]|(?<=\d),(?=\d{3})")  # don't = dont, 1,000 = 1000
 _OPERATOR = re.compile(r"(?<=[\d)\s])[+*/=^<>\u00d7\u00f7](?=[\s(-]*\d)|(?<![^\W\d_])[-\u2212](?=[\s(-]*\d)")
-_OPERATOR_WORDS = {"+": "plus", "-": "minus", "\u2212": "minus", "*": "times", "\u00d7": "times", "/": "over"} | {
-    "\u00f7": "over",
+_OPERATOR_NAMES = {
+    **dict.fromkeys("-\u2212", "minus"),
+    **dict.fromkeys("*\u00d7", "times"),
+    **dict.fromkeys("/\u00f7", "over"),
+    "+": "plus",
     "=": "equals",
     "^": "power",
     "<": "less",
     ">": "greater",
 }
+OPERATOR_WORDS = frozenset(_OPERATOR_NAMES.values())
 # Window hashes are polynomials in this odd number modulo 2^64, where it has an inverse.
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -42,11 +46,6 @@ def plain(text: str) -> str:
         text = "".join(character for character in text if unicodedata.category(character) != "Cf")
         text = unicodedata.normalize("NFKC", text.casefold())
     return text.lower()
-
-
-def squeezed(text: str) -> str:
-    """All words of the text without anything between them: equal for texts that differ in punctuation only."""
-    return "".join(words(text))
 
 
 def word_hashes(text_words: list[str]) -> np.ndarray:
@@ -68,7 +67,7 @@ def window_hashes(hashes_W: np.ndarray, size: int) -> np.ndarray:
 
 
 def _operator_word(match: re.Match[str]) -> str:
-    return f" {_OPERATOR_WORDS[match[0]]} "
+    return f" {_OPERATOR_NAMES[match[0]]} "
 
 
 @functools.lru_cache(maxsize=1 << 17)

@@ -7,7 +7,6 @@ Facts of a site (paths, accounts) stay out of it: they come from the environment
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 import re
 import typing
@@ -198,14 +197,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def section_values(config: Config, sections: Iterable[str]) -> dict[str, Any]:
     """The named sections, or parts of them such as "bench_engine.seed", as plain data (JSON), in the order given."""
-    return {name: _plain(operator.attrgetter(name)(config)) for name in sections}
+    return {name: _plain(part(config, name)) for name in sections}
+
+
+def part(config: Config, path: str) -> Any:
+    """The section, or the part of it, that a dotted path names; None where the section is left out."""
+    value: Any = config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def bench_sections() -> tuple[str, ...]:
     """The sections whose prompts are measured: every section with `prompts` but the traces'."""
-    kinds = typing.get_type_hints(Config)
-    names = (field.name for field in dataclasses.fields(Config))
-    return tuple(name for name in names if name != "traces" and "prompts" in _field_names(kinds[name]))
+    return tuple(name for name, fields in _section_fields().items() if name != "traces" and "prompts" in fields)
+
+
+def bench_prompt_parts() -> tuple[str, ...]:
+    """What decides which prompts are measured, as dotted paths: `prompts` and `seed` of each bench section."""
+    fields = _section_fields()
+    return tuple(f"{name}.{key}" for name in bench_sections() for key in ("prompts", "seed") if key in fields[name])
 
 
 def expand_env(text: str) -> str:
@@ -220,13 +231,12 @@ def expand_env(text: str) -> str:
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)
 
 
-def _field_names(kind: Any) -> set[str]:
-    """The fields of a section, which may be declared as `Section | None`."""
+def _section_fields() -> dict[str, set[str]]:
+    """The fields of every section by name; a section may be declared as `Section | None`."""
+    sections = {name: typing.get_args(kind) or (kind,) for name, kind in typing.get_type_hints(Config).items()}
     return {
-        field.name
-        for each in (typing.get_args(kind) or (kind,))
-        if dataclasses.is_dataclass(each)
-        for field in dataclasses.fields(each)
+        name: {field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
+        for name, kinds in sections.items()
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,8 +31,8 @@ def fingerprint(
 
 def _prompt_sources(config: Config, section: str) -> tuple[PromptSource, ...]:
     """The prompt sources that a section holds, or that the part of it named "<section>.prompts" is."""
-    value = operator.attrgetter(section)(config)
-    return value if section.endswith(".prompts") else getattr(value, "prompts", ())
+    value = configs.part(config, section)
+    return (value or ()) if section.endswith(".prompts") else getattr(value, "prompts", ())
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

