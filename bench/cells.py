@@ -97,8 +97,8 @@ def _speedup(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]
 def _engine_values(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
     values = summarise("target_step_ms", [measure.round_times_ms(plain)["verify_ms"] for plain in baseline])
     times = [measure.round_times_ms(each) for each in passes]
-    for name in times[0]:
-        values |= summarise(name, [each[name] for each in times])
+    for name in dict.fromkeys(name for each in times for name in each):
+        values |= summarise(name, [each[name] for each in times if name in each])  # some may have drafted nothing
     return values
 
 

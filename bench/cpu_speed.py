@@ -141,9 +141,7 @@ class CpuSpeed:
         )
 
     def _engine(self, work: Workload, draft: Any = None, k: Any = 0) -> EngineVariant:
-        variant = EngineVariant(self.target, draft, k=k, batch=work.batch, capacity=work.longest)
-        variant.engine.calibrate()
-        return variant
+        return EngineVariant(self.target, draft, k=k, batch=work.batch, capacity=work.longest)
 
     def _transformers(self, batch: int, options: Mapping[str, Any]) -> TransformersVariant:
         return TransformersVariant(self.target, batch=batch, options=options)

@@ -101,6 +101,7 @@ class EngineVariant:
         self.batch = batch
         self.seen: list[RoundStats] = []
         self.engine = Engine(target, draft, k=k, num_slots=batch, capacity=capacity, on_round=self.seen.append)
+        self.engine.calibrate(repeats=2, batches=[batch])
 
     def run(self, requests: Sequence[Request]) -> Pass:
         self.seen.clear()

@@ -36,17 +36,20 @@ class _LastToken(LookupDrafter):
         return [tokens[-1]] * k
 
 
-def calibrate(engine: "Engine", repeats: int) -> list[RoundStats]:
+def calibrate(engine: "Engine", repeats: int, batches: Sequence[int] | None) -> list[RoundStats]:
     """See Engine.calibrate."""
     controller = engine._lengths.controller
     if engine.has_work:
         raise ValueError("calibrate was called with requests waiting or running; call it before the first one")
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"repeats is {repeats!r}; expected a whole number from 1 on")
+    batches = _doubling(1, len(engine._slots)) if batches is None else list(batches)
+    if not batches or not all(1 <= rows <= len(engine._slots) for rows in batches):
+        raise ValueError(f"batches is {batches}; expected numbers from 1 to num_slots = {len(engine._slots)}")
     if controller is None or isinstance(controller, FixedK) or engine._drafter is None:
         return []
     with _rehearsal(engine) as rounds:
-        for rows in _doubling(1, len(engine._slots)):
+        for rows in batches:
             for k in [0, *_doubling(1, engine.k_max)]:
                 _time(engine, rounds, rows, k, repeats)
     timed = [r for r in rounds if r.total_s > 0]

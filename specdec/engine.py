@@ -7,7 +7,7 @@ yields the first new token like any other round. Everything data-dependent insid
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -158,13 +158,13 @@ class Engine:
                 return True
         return False
 
-    def calibrate(self, repeats: int = 3) -> list[RoundStats]:
-        """Time rounds of 1, 2, 4, ... num_slots rows and 0, 1, 2, 4, ... k_max drafts, and hand the seconds to the
-        controller; the rounds timed (none for a fixed length). Takes (repeats + 1) rounds of each shape.
+    def calibrate(self, repeats: int = 3, batches: Sequence[int] | None = None) -> list[RoundStats]:
+        """Time rounds of `batches` rows (1, 2, 4, ... num_slots) and 0, 1, 2, 4, ... k_max drafts, and hand the seconds
+        to the controller; the rounds timed (none for a fixed length). Takes (repeats + 1) rounds of each shape.
 
         Raises ValueError while requests are waiting or running.
         """
-        return calibrate(self, repeats)
+        return calibrate(self, repeats, batches)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:

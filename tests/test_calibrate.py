@@ -72,5 +72,9 @@ def test_calibrating_is_refused_while_something_runs(target: PreTrainedModel) ->
     engine.submit(REQUESTS[0])
     with pytest.raises(ValueError, match="requests waiting or running"):
         engine.calibrate()
+    engine = Engine(target, NgramDrafter(), k=Adaptive(3), num_slots=2, capacity=64)
     with pytest.raises(ValueError, match="repeats is 0"):
-        Engine(target, NgramDrafter(), k=Adaptive(3), num_slots=2, capacity=64).calibrate(repeats=0)
+        engine.calibrate(repeats=0)
+    with pytest.raises(ValueError, match=r"batches is \[3\]"):
+        engine.calibrate(batches=[3])
+    assert {r.rows for r in engine.calibrate(repeats=1, batches=[2])} == {2}
