@@ -7,9 +7,12 @@ folder gets its name when all of that is on the disk, so whatever has the name i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,8 @@ class Checkpoints:
             tmp.mkdir()
         _barrier()
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp, no_dist=not dist.is_initialized())
+        with _quiet():
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp)
         _barrier()
         if _is_first():
             files.write_atomic(tmp / COMPLETE, json.dumps({"step": step, "identity": self.identity}) + "\n")
@@ -68,7 +72,8 @@ class Checkpoints:
         self._check(path)
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with _quiet():
+            dcp.load(state, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return steps[-1]
 
@@ -95,6 +100,14 @@ class Checkpoints:
         doomed = path.with_name(f"{files.TMP_PREFIX}{path.name}")
         os.replace(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _is_first() -> bool:

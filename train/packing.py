@@ -4,8 +4,8 @@
     input_ids     a0 a1 a2 a3 | b0 b1 | 0 0 0 0     the last token of a document is only predicted, never read
     position_ids   0  1  2  3 |  0  1 | 0 1 2 3     a position that does not follow its neighbour starts a document:
                                                     transformers then lets a token attend to its own document alone
-Padding is one more document, on which nothing is trained. Which document goes where: train/order.py. Shapes: S sequences
-of L tokens, n loss positions.
+Padding is one more document, on which nothing is trained. Which document goes where: train/order.py.
+Shapes: S sequences of L tokens, n loss positions.
 """
 
 from __future__ import annotations
