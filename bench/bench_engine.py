@@ -22,7 +22,13 @@ from pipeline.stage import Stage, StageContext, stage_main
 if TYPE_CHECKING:
     from pipeline.config import Config, PromptSource
 
-STAGE = Stage(name="04_bench_engine", version=1, sections=("models", "bench_engine"))
+
+def inputs(config: Config) -> tuple[str, ...]:
+    """The stage that trains the draft, when the config says that it is a trained one."""
+    return ("03_train_draft",) if config.models.draft.trained is not None else ()
+
+
+STAGE = Stage(name="04_bench_engine", version=1, sections=("models", "bench_engine"), inputs=inputs)
 RESULT = "result.json"
 
 

@@ -1,11 +1,13 @@
 """The names of drafters and controllers in configs and results, and what they stand for."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specdec import NgramDrafter, SuffixDrafter
 from specdec.controller import Adaptive, FixedK, Geometric
+from specdec.drafter import ModelDrafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,8 @@ def drafter_of(label: Label, draft_model: Any) -> Any:
         case "none":
             return None
         case "model":
-            return draft_model
+            # A drafter keeps what it knows of one engine's rows: each engine gets one of its own.
+            return copy.copy(draft_model) if isinstance(draft_model, ModelDrafter) else draft_model
         case "ngram":
             return NgramDrafter()
         case "suffix":

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from bench.draft_model import load_draft
 from bench.lossless import cycling
 from bench.results import gate
 from bench.tiny_models import FAMILIES, noisy_copy, tiny_model
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config
-from pipeline.models import load_draft, load_target, load_tokenizer
+from pipeline.models import load_target, load_tokenizer
 from pipeline.sources import load_prompts
 from specdec import Completion, Engine, Request, SamplingParams
 
@@ -127,7 +128,7 @@ def config_case(config: Config, *, prompts: int = 24, max_tokens: int = 48, devi
     return GreedyCase(
         name=config.models.target,
         target=target,
-        draft=load_draft(config.models, target, device, "float32"),
+        draft=load_draft(config, target, device, "float32"),
         prompts=[encode_prompt(tokenizer, prompt.messages) for prompt in loaded],
         max_tokens=max_tokens,
         stop_ids=stop_ids_of(target, tokenizer),

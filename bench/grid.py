@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.cells import measure_cell
+from bench.draft_model import load_draft
 from bench.drafters import labels_of
 from bench.greedy import g2_gate, run_g2, tiny_cases
 from bench.lossless import run_g1
@@ -17,7 +18,7 @@ from bench.lossless_suites import demo_suites
 from bench.measure import Workload
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config, PromptSource
-from pipeline.models import load_draft, load_target, load_tokenizer
+from pipeline.models import load_target, load_tokenizer
 from pipeline.sources import load_prompts
 
 EXACT_DTYPES = ("float32", "float64")
@@ -37,7 +38,7 @@ class Bench:
 
     @cached_property
     def draft(self) -> Any:
-        return load_draft(self.config.models, self.target, self.device)
+        return load_draft(self.config, self.target, self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -46,7 +47,7 @@ class Bench:
     @property
     def draft_name(self) -> str:
         draft = self.config.models.draft
-        return draft.model or f"keep_layers={draft.keep_layers}"
+        return draft.model or draft.trained or f"keep_layers={draft.keep_layers}"
 
     def prompt_ids(self, source: PromptSource) -> list[list[int]]:
         """The set's prompts as token ids. ValueError naming one that does not fit the target's context."""

@@ -50,12 +50,13 @@ class CategoryBench:
     def __init__(self, config: Config, *, batch: int, max_tokens: int, temperature: float) -> None:
         import torch
 
-        from pipeline.models import load_draft, load_target, load_tokenizer
+        from bench.draft_model import load_draft
+        from pipeline.models import load_target, load_tokenizer
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.config, self.batch, self.max_tokens, self.temperature = config, batch, max_tokens, temperature
         self.target = load_target(config.models, device)
-        self.draft = load_draft(config.models, self.target, device)
+        self.draft = load_draft(config, self.target, device)
         self.tokenizer = load_tokenizer(config.models)
 
     def measure(self, category: str, messages: Sequence[Any], labels: Sequence[Label]) -> list[dict[str, Any]]:

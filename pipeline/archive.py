@@ -53,6 +53,7 @@ def _copy(source: Path, tmp: Path, content: dict[str, Any]) -> None:
     records = manifest.file_records(content)
     names = [record.name for record in records] + [ledger.NAME, manifest.DONE]
     for name in names:
+        (tmp / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, tmp / name)
     problems = manifest.damaged(tmp, records, rehash=True)
     if problems:

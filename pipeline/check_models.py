@@ -20,6 +20,8 @@ def check_pair(config: ModelsConfig) -> list[Finding]:
     target = describe("target", config.target)
     if target.level == "error":
         return [target]
+    if config.draft.trained is not None:
+        return [target, ok("draft", f"{config.draft.trained}, which stage 03 trains")]
     if config.draft.model is None:
         return [target, check_kept_layers(config.target, config.draft)]
     draft = describe("draft", config.draft.model)

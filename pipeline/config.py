@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
+from pipeline.config_train import DEFAULT_TRAIN, TrainConfig
 from pipeline.fields import count as _count
 from pipeline.fields import name as _name
 from pipeline.fields import one_of as _one_of
@@ -31,14 +32,16 @@ EXECUTORS = ("local", "slurm")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Where the draft comes from: the target's first `keep_layers` layers (or the listed ones), or a model's name."""
+    """Where the draft comes from: the target's first `keep_layers` layers (or the listed ones), a model's name, or a
+    draft that stage 03 of this run trained, by its name under train.drafts."""
 
     keep_layers: int | tuple[int, ...] | None = _count(0, default=None)
     model: str | None = None
+    trained: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.keep_layers is None) == (self.model is None):
-            raise ValueError("got both or neither of keep_layers and model, expected exactly one")
+        if sum(value is not None for value in (self.keep_layers, self.model, self.trained)) != 1:
+            raise ValueError("got several or none of keep_layers, model and trained, expected exactly one")
         if self.keep_layers in (0, ()):
             raise ValueError(f"keep_layers: got {self.keep_layers!r}, expected at least one layer")
 
@@ -174,8 +177,14 @@ class Config:
     models: ModelsConfig
     traces: TracesConfig
     filter: FilterConfig = FilterConfig()
+    train: TrainConfig = DEFAULT_TRAIN
     bench_engine: BenchEngineConfig
     workers: WorkersConfig = WorkersConfig()
+
+    def __post_init__(self) -> None:
+        trained, names = self.models.draft.trained, [draft.name for draft in self.train.drafts]
+        if trained is not None and trained not in names:
+            raise ValueError(f"models.draft.trained: got {trained!r}, expected one of train.drafts: {', '.join(names)}")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

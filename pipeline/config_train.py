@@ -49,6 +49,18 @@ class StartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig:
+    """After the first training, `rounds` times: the draft completes `prompts` training prompts, the target says what it
+    would have said, and training goes on from there on the union with the traces (Zhou et al., arXiv 2310.08461)."""
+
+    rounds: int = count(0, default=0)
+    prompts: int = count(default=256)
+    temperature: float = positive(default=1.0)
+    max_tokens: int = count(default=128)
+    batch: int = count(default=8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """How one draft is trained.
 
@@ -88,3 +100,34 @@ class RecipeConfig:
             raise ValueError("got both or neither of epochs and steps, expected exactly one")
         if self.warmup + (self.decay if self.schedule == "wsd" else 0) > 1:
             raise ValueError(f"warmup {self.warmup} and decay {self.decay} are more than all steps together")
+
+
+DRAFTS = (
+    TrainedDraft(name="sft", loss=(LossTerm(name="ce"),)),
+    TrainedDraft(name="sft_kd", loss=(LossTerm(name="ce", weight=0.1), LossTerm(name="kl"))),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Stage 03: `drafts`, each trained from the same start by the same recipe.
+
+    `head_tokens` prunes the output head to that many of the tokens that the traces' teacher finds likeliest (None: the
+    whole vocabulary). `heldout` completions are what `recipe.exact_every` measures on.
+    """
+
+    start: StartConfig = StartConfig(first_layers=4)
+    head_tokens: int | None = count(2, default=None)
+    freeze_embedding: bool = False
+    drafts: tuple[TrainedDraft, ...] = DRAFTS
+    recipe: RecipeConfig = RecipeConfig(epochs=3)
+    on_policy: OnPolicyConfig = OnPolicyConfig()
+    heldout: int = count(default=32)
+
+    def __post_init__(self) -> None:
+        names = [draft.name for draft in self.drafts]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"drafts: got the names {names}, expected at least one, each once")
+
+
+DEFAULT_TRAIN = TrainConfig()

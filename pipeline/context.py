@@ -100,6 +100,22 @@ class StageContext:
         self.shards.add(record)
         return record
 
+    def publish_folder(self, name: str, make: Callable[[Path], object]) -> None:
+        """Make the folder `name` by `make(temporary folder)`, which creates it, and record each of its files.
+
+        It appears whole or not at all; one that is there already, of a run that was killed before it had recorded
+        every file, is only recorded.
+        """
+        final = self.folder / name
+        if not final.is_dir():
+            make(self.tmp(name))
+            files.publish(self.tmp(name), final)
+        for path in sorted(each for each in final.rglob("*") if each.is_file()):
+            relative = str(path.relative_to(self.folder))
+            if relative not in self.shards:
+                size, sha256 = path.stat().st_size, files.sha256_file(path)
+                self.shards.add(FileRecord(name=relative, bytes=size, sha256=sha256))
+
     def progress(self, total: int, unit: str = "units", done: int = 0) -> Progress:
         """A bar on a terminal, a line every 30 s in a log; `total` includes the `done` units of earlier runs."""
         return Progress(self.stage, total, unit, done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -47,11 +48,21 @@ class Ledger:
         """Forget every unit whose file is missing or has other bytes than recorded; one line about each."""
         problems = []
         for name, record in list(self.records.items()):
+            if name not in self.records:
+                continue
             found = manifest.damaged(self.path.parent, [record], rehash=True)
             if found:
                 problems += found
-                del self.records[name]
+                self._forget(name)
         return problems
+
+    def _forget(self, name: str) -> None:
+        """A file of a folder takes the whole folder along: it is made again as one."""
+        top, slash, _ = name.partition("/")
+        if slash:
+            shutil.rmtree(self.path.parent / top, ignore_errors=True)
+        for each in [each for each in self.records if each == name or (slash and each.startswith(f"{top}/"))]:
+            del self.records[each]
 
 
 def start(folder: Path, fingerprint: dict[str, Any]) -> Ledger:

@@ -104,7 +104,7 @@ def revision(name: str) -> str:
 
 def load_target(models: ModelsConfig, device: str, dtype: str | None = None) -> Any:
     """The target on `device`, in eval mode, in `dtype` (the config's when None). ValueError as `resolve`."""
-    return _load(resolve(models.target), device, dtype or models.dtype)
+    return load_folder(resolve(models.target), device, dtype or models.dtype)
 
 
 def load_draft(models: ModelsConfig, target: Any, device: str, dtype: str | None = None) -> Any:
@@ -116,19 +116,34 @@ def load_draft(models: ModelsConfig, target: Any, device: str, dtype: str | None
     if draft.keep_layers is not None:
         made = keep_layers(target, draft.keep_layers)
         return made.to(device=device, dtype=_torch_dtype(dtype)) if dtype else made.to(device)
-    assert draft.model is not None
-    check_draft(models)
-    return _load(resolve(draft.model), device, dtype or models.dtype)
+    folder = draft_folder(models)
+    check_draft_folder(models, folder)
+    return load_folder(folder, device, dtype or models.dtype)
+
+
+def draft_folder(models: ModelsConfig) -> Path:
+    """The folder of a draft that is a model of its own. ValueError as `resolve`, and for one still to be trained."""
+    draft = models.draft
+    if draft.trained is not None:
+        raise ValueError(
+            f"models.draft.trained: {draft.trained!r} is known in its run only; give its folder: models.draft.model"
+        )
+    assert draft.model is not None, "a draft of kept layers has no folder"
+    return resolve(draft.model)
 
 
 def check_draft(models: ModelsConfig) -> None:
     """ValueError when the config's draft is a model whose vocabulary or tokenizer is not the target's; no weights are
     loaded."""
-    if models.draft.model is None:
-        return
+    if models.draft.model is not None:
+        check_draft_folder(models, resolve(models.draft.model))
+
+
+def check_draft_folder(models: ModelsConfig, draft: Path) -> None:
+    """ValueError when the vocabulary or tokenizer of the draft in a folder is not the target's."""
     from transformers import AutoConfig
 
-    target, draft = resolve(models.target), resolve(models.draft.model)
+    target = resolve(models.target)
     target_config = AutoConfig.from_pretrained(target, local_files_only=True)
     draft_config = AutoConfig.from_pretrained(draft, local_files_only=True)
     check_pair(target_config, draft_config, _tokenizer(target), _tokenizer(draft))
@@ -153,7 +168,8 @@ def _snapshot(name: str, local: bool) -> Path:
         ) from error
 
 
-def _load(folder: Path, device: str, dtype: str) -> Any:
+def load_folder(folder: Path, device: str, dtype: str) -> Any:
+    """The model in a folder on `device`, in eval mode."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

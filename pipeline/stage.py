@@ -67,14 +67,14 @@ class DiskError(ValueError):
 class Stage:
     """What a stage is: raise `version` whenever its code writes something else than before.
 
-    `sections` are the config sections it reads, `inputs` the names of the stages whose folders it reads,
-    `free_bytes` what must be free under SPEC_DATA_ROOT before it starts.
+    `sections` are the config sections it reads, `inputs` the names of the stages whose folders it reads (or a function
+    of the config that says so), `free_bytes` what must be free under SPEC_DATA_ROOT before it starts.
     """
 
     name: str
     version: int
     sections: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
     free_bytes: int = 100 << 20
 
 
@@ -99,7 +99,8 @@ def run_stage(stage: Stage, config: Config, body: Body, *, force: bool = False, 
     USR1), and ValueError for an environment or input that is not as it must be.
     """
     folder = _prepare_folder(config, stage.name)
-    inputs = {name: _finished_input(config, name) for name in stage.inputs}
+    names = stage.inputs(config) if callable(stage.inputs) else stage.inputs
+    inputs = {name: _finished_input(config, name) for name in names}
     hashes = {name: manifest.content_hash(content) for name, (_, content) in inputs.items()}
     wanted = fingerprint.fingerprint(stage.name, stage.version, stage.sections, config, hashes)
     busy = f"{stage.name} of run {config.run!r} is being run by another process; wait for it or stop it"

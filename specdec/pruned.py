@@ -47,6 +47,17 @@ def save_pruned(model: PreTrainedModel, head_ids: Sequence[int], folder: "str | 
 def load_pruned(folder: "str | PathLike[str]", *, target_size: int, dtype: Any, device: Any) -> ModelDrafter:
     """The drafter of such a folder for a target with `target_size` output ids. Raises ValueError when the folder is
     not in the format or does not fit."""
+    model, head_ids = load_pruned_model(folder, dtype=dtype)
+    embedded = model.get_input_embeddings().weight.shape[0]
+    if embedded < target_size:
+        raise ValueError(
+            f"{folder}: the draft embeds {embedded} ids, the target has {target_size}; expected all of them"
+        )
+    return ModelDrafter(model.to(device), vocabulary=pruned_head_map(head_ids, target_size))
+
+
+def load_pruned_model(folder: "str | PathLike[str]", *, dtype: Any) -> tuple[PreTrainedModel, list[int]]:
+    """The model of such a folder, whose head has the pruned rows alone, and their ids. ValueError as `load_pruned`."""
     folder = Path(folder)
     head_ids = _read_head_ids(folder / HEAD_IDS)
     weight_ND = _read_head(folder)
@@ -57,12 +68,7 @@ def load_pruned(folder: "str | PathLike[str]", *, target_size: int, dtype: Any, 
     with _quiet():  # it would report that the head's shape is not the config's
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
     _set_head(model, weight_ND.to(model.dtype))
-    embedded = model.get_input_embeddings().weight.shape[0]
-    if embedded < target_size:
-        raise ValueError(
-            f"{folder}: the draft embeds {embedded} ids, the target has {target_size}; expected all of them"
-        )
-    return ModelDrafter(model.to(device), vocabulary=pruned_head_map(head_ids, target_size))
+    return model, head_ids
 
 
 @contextlib.contextmanager

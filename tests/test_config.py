@@ -89,9 +89,9 @@ def test_values_defaults_and_types(good: Path) -> None:
         (
             "keep_layers: 2",
             "keep_layers: 2\n    model: x/y",
-            "good.yaml:5: models.draft: got both or neither of keep_l",
+            "good.yaml:5: models.draft: got several or none of keep_l",
         ),
-        ("keep_layers: 2", "keep_layers: null", "got both or neither"),
+        ("keep_layers: 2", "keep_layers: null", "got several or none"),
         ("keep_layers: 2", "keep_layers: two", "good.yaml:5: .*got 'two', expected a whole number"),
         ("tiny:qwen3", "[tiny]", "good.yaml:3: models.target: got a list, expected text"),
         ("run: try", "run: ../up", "good.yaml:1: run: got '../up', expected a name of letters"),
@@ -158,7 +158,7 @@ def test_section_values_are_plain_data(good: Path) -> None:
     values = section_values(load_config(good), ("models", "traces"))
     assert values["models"] == {
         "target": "tiny:qwen3",
-        "draft": {"keep_layers": 2, "model": None},
+        "draft": {"keep_layers": 2, "model": None, "trained": None},
         "dtype": "bfloat16",
     }
     assert values["traces"]["temperatures"] == [1.0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy_corpus import VOCAB, make_corpus, make_record, student
 
-from train.corpus import Corpus, join
+from train.corpus import Corpus
 from train.order import plan_epoch
 from train.packing import pack
 
@@ -86,7 +86,7 @@ def test_corpus_survives_its_files_and_joins(tmp_path: Path) -> None:
     corpus.save(tmp_path)
     loaded = Corpus.load(tmp_path)
     assert isinstance(loaded.tokens, np.memmap)
-    parts = join([corpus.select([0, 1]), loaded.select([2, 3, 4])])
+    parts = Corpus.join([corpus.select([0, 1]), loaded.select([2, 3, 4])])
     for field in dataclasses.fields(Corpus):
         np.testing.assert_array_equal(getattr(corpus, field.name), getattr(loaded, field.name))
         np.testing.assert_array_equal(getattr(corpus, field.name), getattr(parts, field.name))

@@ -133,22 +133,16 @@ class Corpus:
         weights = np.exp(self.top_logprobs.astype(np.float64)).reshape(-1)
         return np.bincount(self.top_ids.reshape(-1), weights=weights, minlength=vocab_size)
 
+    @classmethod
+    def join(cls, corpora: Sequence[Corpus]) -> Corpus:
+        """One corpus of the documents of several, in order; a single one stays mapped."""
+        if len(corpora) == 1:
+            return corpora[0]
 
-def join(corpora: Sequence[Corpus]) -> Corpus:
-    """One corpus of the documents of several, in order."""
+        def values(name: str) -> np.ndarray:
+            arrays = [getattr(corpus, name) for corpus in corpora]
+            if name.endswith("_begins"):
+                return np.cumsum(np.concatenate([[0], *(np.diff(array) for array in arrays)]))
+            return np.concatenate(arrays)
 
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(corpus, name) for corpus in corpora])
-
-    def begins(name: str) -> np.ndarray:
-        return np.cumsum(np.concatenate([[0], *(np.diff(getattr(corpus, name)) for corpus in corpora)]))
-
-    return Corpus(
-        names=joined("names"),
-        tokens=joined("tokens"),
-        token_begins=begins("token_begins"),
-        row_begins=begins("row_begins"),
-        top_ids=joined("top_ids"),
-        top_logprobs=joined("top_logprobs"),
-        tail_mass=joined("tail_mass"),
-    )
+        return cls(**{field.name: values(field.name) for field in fields(cls)})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline import files
 from pipeline.config_train import LossTerm
 from pipeline.drafts import keep_layers
-from specdec.pruned import HEAD_IDS, prune_head, save_pruned
+from specdec.pruned import HEAD_IDS, load_pruned_model, prune_head, save_pruned
 from train.losses import CHUNK_ELEMENTS, chunked_losses, exact_acceptance, head_columns
 from train.packing import Batch
 
@@ -67,7 +67,9 @@ def first_layers(target: Any, layers: int | Sequence[int], head_ids: Sequence[in
 def from_checkpoint(folder: Path, head_ids: Sequence[int] | None = None) -> Any:
     """The model in a folder in float32, in training mode, with its head pruned to `head_ids` if given."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     return _ready(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True), head_ids)
 
 
@@ -190,6 +192,14 @@ def export(
     tokenizer.save_pretrained(tmp)
     (tmp / PROVENANCE).write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
     files.publish(tmp, folder)
+
+
+def load_exported(folder: Path) -> tuple[Any, list[int] | None]:
+    """An exported draft in float32 and in training mode, and the ids of its head (None: whole)."""
+    if (folder / HEAD_IDS).is_file():
+        model, head_ids = load_pruned_model(folder, dtype=torch.float32)
+        return _ready(model, None), head_ids
+    return from_checkpoint(folder), None
 
 
 def read_head_ids(folder: Path) -> list[int] | None:

@@ -59,7 +59,8 @@ class Outcome:
 
 class Trainer:
     """`folder` gets checkpoints and metrics (None: neither is written). `heldout` and `teacher` (a Hugging Face model
-    on the device) are for the exact acceptance every `recipe.exact_every` steps."""
+    on the device) are for the exact acceptance every `recipe.exact_every` steps. `origin` names what the rest cannot:
+    a checkpoint of another origin is refused."""
 
     def __init__(
         self,
@@ -70,13 +71,14 @@ class Trainer:
         *,
         heldout: Corpus | None = None,
         teacher: Any = None,
+        origin: str = "",
     ) -> None:
         self.recipe, self.folder = recipe, folder
         self.corpus = fitting(corpus, recipe)
         self.heldout, self.teacher = heldout, teacher
         self.order = Order(self.corpus.lengths, recipe)
         self.accelerator = make_accelerator(recipe)
-        identity = {**training_identity(student, self.corpus, recipe), "steps": len(self.order)}
+        identity = {**training_identity(student, self.corpus, recipe), "steps": len(self.order), "origin": origin}
         self.flops_per_token = 6 * sum(
             weight.numel()
             for weight in student.parameters()

@@ -1,0 +1,40 @@
+"""The draft of a config: kept layers, a model's name, a folder with a pruned head, or a trained draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import models
+from pipeline.config import Config
+from pipeline.stage import data_root
+from specdec.pruned import is_pruned, load_pruned
+
+
+def load_draft(config: Config, target: Any, device: str, dtype: str | None = None) -> Any:
+    """What Engine takes as its draft: a model in eval mode, or a ModelDrafter where the head is pruned.
+
+    ValueError when the draft is not there, or its vocabulary or tokenizer is not the target's.
+    """
+    draft = config.models.draft
+    if draft.keep_layers is not None:
+        return models.load_draft(config.models, target, device, dtype)
+    folder = trained_folder(config) if draft.trained is not None else models.draft_folder(config.models)
+    models.check_draft_folder(config.models, folder)
+    kind = getattr(torch, dtype or config.models.dtype)
+    if is_pruned(folder):
+        return load_pruned(
+            folder, target_size=target.get_output_embeddings().weight.shape[0], dtype=kind, device=device
+        )
+    return models.load_folder(folder, device, dtype or config.models.dtype)
+
+
+def trained_folder(config: Config) -> Path:
+    """Where stage 03 of the config's run puts its draft. ValueError when it is not there."""
+    assert config.models.draft.trained is not None
+    folder = data_root() / config.run / "03_train_draft" / config.models.draft.trained
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no trained draft there; run 03_train_draft first")
+    return folder
