@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 from test_stage_crash import die_at
 
-import train.job  # noqa: F401 (what the stage imports late, so that forked processes have it)
-import train.start  # noqa: F401
+import train.start  # what the stage imports late, so that forked processes have it
 from pipeline.config import load_config
 from pipeline.stage import stage_main
 from train.metrics import read_metrics
@@ -124,6 +123,7 @@ def stopped_by_signal(root: Path) -> dict[str, object]:
 
 def main(finished: Path, empty: Path) -> None:
     torch.set_num_threads(1)
+    assert train.start
     load_config(CONFIG)
     roots, rng = fresh_roots(finished, empty), random.Random(0)
     whole = next(roots)
