@@ -30,14 +30,15 @@ class EngineBackend:
     def complete(self, samples: Sequence[Sample], check_stop: Callable[[], None]) -> list[Completion]:
         """Completions in the order of `samples`; `check_stop` may raise between rounds."""
         assert not self.engine.has_work, "a shard starts with empty slots"
-        tickets = [self.engine.submit(self._request(sample)) for sample in samples]
+        tickets = [self.engine.submit(self.request(sample)) for sample in samples]
         done: dict[int, Completion] = {}
         while self.engine.has_work:
             check_stop()
             done.update(self.engine.step())
         return [done[ticket] for ticket in tickets]
 
-    def _request(self, sample: Sample) -> Request:
+    def request(self, sample: Sample) -> Request:
+        """The engine's request for a sample."""
         params = SamplingParams(
             temperature=sample.temperature,
             top_p=sample.top_p,

@@ -42,7 +42,8 @@ class VllmBackend:
         options = engine_options(config, capacity)
         if current_platform.is_cpu():
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_cache_bytes(config, model_config, capacity)}
-        self.engine = vllm.LLM(str(folder), **options).llm_engine
+        self.llm = vllm.LLM(str(folder), **options)
+        self.engine = self.llm.llm_engine
         self.count = 0
 
     def complete(self, samples: Sequence[Sample], check_stop: Callable[[], None]) -> list[Completion]:
