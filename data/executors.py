@@ -11,14 +11,15 @@ from typing import Any
 
 import submitit
 
+from pipeline import archive
 from pipeline.config import Config
 
 GPU_CAP = 4  # without SPEC_GPU_CAP
 
 
 def make_executor(config: Config, name: str, folder: Path) -> Any:
-    """A submitit executor whose logs go to a new folder under `folder`. ValueError when Slurm is asked for and not
-    there."""
+    """A submitit executor whose logs go to a new folder under `folder`. ValueError when Slurm is asked for not
+    there, or without a folder that all nodes see."""
     workers = config.workers
     executor: Any
     # Workers start as `python -m submitit...` and must find this package, wherever the driver was started.
@@ -29,6 +30,10 @@ def make_executor(config: Config, name: str, folder: Path) -> Any:
         executor = submitit.LocalExecutor(folder=logs)
         executor.update_parameters(timeout_min=workers.minutes)
         return executor
+    if archive.root() is None:
+        raise ValueError(
+            "workers.executor: slurm needs SPEC_ARCHIVE_ROOT, a folder that all nodes see; set it in env.sh"
+        )
     try:
         executor = submitit.SlurmExecutor(folder=logs)
     except RuntimeError as error:

@@ -216,6 +216,9 @@ def test_slurm_workers_stay_within_the_gpu_cap(monkeypatch: pytest.MonkeyPatch, 
     assert worker_environment(config, 3) == {}
     with pytest.raises(ValueError, match="got 8 GPUs a worker, expected at most SPEC_GPU_CAP=5"):
         slurm_parameters(load_config(CONFIG, [*slurm, "traces.tensor_parallel=8"]))
+    with pytest.raises(ValueError, match="slurm needs SPEC_ARCHIVE_ROOT, a folder that all nodes see"):
+        make_executor(config, "x", tmp_path)
+    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch there
     with pytest.raises(ValueError, match=r"workers\.executor: got slurm, but .*run this on a node of the cluster"):
         make_executor(config, "x", tmp_path)

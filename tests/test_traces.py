@@ -19,6 +19,7 @@ import torch
 
 from data.common import Skipped, TraceRecord, check_record, encode_prompt, stable_seed
 from data.gen_traces import STAGE, body
+from data.items import interleave
 from data.shards import read_notes, read_shard, write_shard
 from pipeline.config import load_config
 from pipeline.models import load_target, load_tokenizer
@@ -150,6 +151,13 @@ def test_seeds_depend_on_their_parts_alone() -> None:
     seeds = {stable_seed(0, f"set/{i}", c, t) for i in range(20) for c in range(4) for t in (0.6, 1.0)}
     assert len(seeds) == 160
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_beginning_of_the_prompts_has_the_mix_of_all() -> None:
+    """In the order of the sources a token budget would leave the last ones out."""
+    assert interleave([["a0", "a1", "a2", "a3"], ["b0", "b1"]]) == ["a0", "b0", "a1", "a2", "b1", "a3"]
+    mixed = interleave([list("a" * 30), list("b" * 10)])
+    assert all(mixed[:end].count("b") in (end // 4, end // 4 + 1) for end in range(0, 41, 4))
 
 
 def run(*overrides: str, force: bool = False) -> Path:
