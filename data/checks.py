@@ -48,10 +48,10 @@ def loop(ids_T: np.ndarray, repeats: int, tokens: int) -> tuple[int, int] | None
         # Only a token equal to the last one can be a whole number of periods away from it.
         candidates = end - 1 - np.flatnonzero(tail_T[:-1] == tail_T[-1])[::-1]
         for period in candidates[candidates <= end // repeats].tolist():
-            is_other = tail_T[period:] != tail_T[:-period]
-            length = int(np.argmax(is_other[::-1])) + period if is_other.any() else end
-            if length >= max(repeats * period, tokens):
-                return period, length
+            needed = max(repeats * period, tokens) - period
+            if np.array_equal(tail_T[-needed:], tail_T[-needed - period : -period]):
+                is_other = tail_T[period:] != tail_T[:-period]
+                return period, int(np.argmax(is_other[::-1])) + period if is_other.any() else end
     return None
 
 

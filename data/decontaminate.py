@@ -5,16 +5,15 @@
     shorter prompt              the row's message or completion is that prompt; a shorter solution is never matched
     problem of a generator      its whole prompt in a row, since its wording is that of every problem of its kind
 
-Words are those of data/words.py, so case, punctuation, spacing and character forms do not matter. Two kinds of match
-prove nothing and are left out: wording that five or more items of a set share (an instruction in front of each), and
-pieces that are mostly numbers (the same numbers in another story); a prompt of such pieces only matches as a whole.
-A bare final answer is no solution.
+Words are those of data/words.py, so case, punctuation, spacing and character forms do not matter. Two kinds of words
+prove nothing: numbers (the same numbers may stand in another story), and eight or more in a row that five items of a
+set share (an instruction in front of each). Pieces that are mostly such words are not looked for; a prompt of numbers
+matches as a whole, and every prompt when a row's message is that prompt. A bare final answer is no solution.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,22 +64,30 @@ class Decontaminator:
 
     def __init__(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> None:
         self.items = [item for name, prompts in benchmarks.items() for item in _items(name, prompts)]
+        self.last: dict[str, tuple[Item, str] | None] = {}
         self.exact: dict[str, int] = {}
         for number, item in enumerate(self.items):
             if item.kind == "prompt" and item.words:
                 self.exact.setdefault("".join(item.words), number)
-        self.grams = {size: _grams(self.items, size) for size in (LONG, SHORT)}
+        shared = {name: _shared_wording(item for item in self.items if item.benchmark == name) for name in benchmarks}
+        self.grams = {size: _grams(self.items, size, shared) for size in (LONG, SHORT)}
 
     def check(self, row: Row) -> Drop | None:
         """The first match in the row's messages, then in its completion."""
         texts = [("prompt", message["content"]) for message in row.messages] + [("completion", row.completion)]
         for part, text in texts:
-            match = self.find(text)
+            match = self.find(text) if part == "completion" else self.find_again(text)
             if match is not None:
                 item, span = match
                 detail = {"benchmark": item.benchmark, "item": item.prompt_id, "of": item.kind, "part": part}
                 return Drop(reason="contaminated", detail={**detail, "span": span})
         return None
+
+    def find_again(self, text: str) -> tuple[Item, str] | None:
+        """`find`, which is not done again for the prompt of the row before: its completions follow each other."""
+        if text not in self.last:
+            self.last = {text: self.find(text)}
+        return self.last[text]
 
     def find(self, text: str) -> tuple[Item, str] | None:
         """(item, the words that text and item share) of the first match in a text."""
@@ -88,9 +95,9 @@ class Decontaminator:
         number = self.exact.get("".join(text_words))
         if number is not None:
             return self.items[number], " ".join(text_words)
-        hashes_W = word_hashes(text_words)
-        for size, grams in self.grams.items():
-            for place, entry in _hits(window_hashes(hashes_W, size), grams):
+        windows = window_hashes(word_hashes(text_words), *self.grams)
+        for (size, grams), hashes in zip(self.grams.items(), windows, strict=True):
+            for place, entry in _hits(hashes, grams):
                 item, start = self.items[grams.items[entry]], int(grams.places[entry])
                 needed = len(item.words) if item.whole else size
                 # The words are compared: equal hashes alone prove nothing.
@@ -129,29 +136,29 @@ def is_bare_answer(text: str) -> bool:
     return len(_NATURAL.findall(_LATEX.sub(" ", text))) < BARE_ANSWER_WORDS
 
 
-def _grams(items: Sequence[Item], size: int) -> Grams:
-    """All n-grams of the items that are looked up by this n, of `whole` items the first, without the shared ones."""
-    hashes, numbers, places = [], [], []
+def _grams(items: Sequence[Item], size: int, shared: Mapping[str, np.ndarray]) -> Grams:
+    """All n-grams that show their item among those that are looked up by this n, ascending by hash."""
+    hashes, numbers, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for number, item in enumerate(items):
         if item.gram == size:
-            windows = window_hashes(word_hashes(item.words), size)
-            telling = _telling_places(item, size)
-            hashes.append(windows[telling])
+            telling = _telling_places(item, size, shared[item.benchmark])
+            hashes.append(window_hashes(word_hashes(item.words), size)[0][telling])
             numbers.append(np.full(len(telling), number))
             places.append(telling)
-    if not hashes:
-        return Grams(hashes=np.zeros(0, np.uint64), items=np.zeros(0, np.int64), places=np.zeros(0, np.int64))
     found = Grams(hashes=np.concatenate(hashes), items=np.concatenate(numbers), places=np.concatenate(places))
-    keep = np.flatnonzero(~_is_shared(items, found))
-    order = keep[np.lexsort((found.places[keep], found.items[keep], found.hashes[keep]))]
+    order = np.lexsort((found.places, found.items, found.hashes))
     return Grams(hashes=found.hashes[order], items=found.items[order], places=found.places[order])
 
 
-def _telling_places(item: Item, size: int) -> np.ndarray:
-    """Where n-grams begin that show the item: not those that are mostly numbers, and of a `whole` item the first."""
+def _telling_places(item: Item, size: int, shared: np.ndarray) -> np.ndarray:
+    """Where n-grams begin that show the item: half of their words or more are neither numbers nor shared wording.
+
+    Of a `whole` item that is its beginning.
+    """
     if item.whole:
         return np.zeros(1, dtype=np.int64)
-    counts = np.concatenate([[0], np.cumsum([_is_number(word) for word in item.words])])
+    says_nothing_W = np.array([_is_number(word) for word in item.words]) | _is_shared(item.words, shared)
+    counts = np.concatenate([[0], np.cumsum(says_nothing_W)])
     return np.flatnonzero(2 * (counts[size:] - counts[:-size]) <= size)
 
 
@@ -159,18 +166,21 @@ def _is_number(word: str) -> bool:
     return word in OPERATOR_WORDS or any(map(str.isdigit, word))
 
 
-def _is_shared(items: Sequence[Item], grams: Grams) -> np.ndarray:
-    """[G] bool: whether SHARED_BY different texts of one benchmark hold the n-gram. Copies of an item count once."""
-    texts_of: dict[tuple[str, int], set[str]] = defaultdict(set)
-    texts = [" ".join(item.words) for item in items]
-    keys = [
-        (items[number].benchmark, hashed) for number, hashed in zip(grams.items, grams.hashes.tolist(), strict=True)
-    ]
-    for key, number in zip(keys, grams.items, strict=True):
-        if len(texts_of[key]) < SHARED_BY:
-            texts_of[key].add(texts[number])
-    shared = [len(texts_of[key]) >= SHARED_BY for key in keys]
-    return np.array([yes and not items[n].whole for yes, n in zip(shared, grams.items, strict=True)], dtype=bool)
+def _is_shared(item_words: list[str], shared: np.ndarray) -> np.ndarray:
+    """[W] bool: whether a word stands in SHORT words in a row that are shared wording."""
+    begins = np.isin(window_hashes(word_hashes(item_words), SHORT)[0], shared)
+    is_shared_W = np.zeros(len(item_words), dtype=bool)
+    for offset in range(SHORT):
+        is_shared_W[offset : offset + len(begins)] |= begins
+    return is_shared_W
+
+
+def _shared_wording(items: Iterable[Item]) -> np.ndarray:
+    """The hashes of SHORT words in a row that SHARED_BY different texts hold. Copies of a text count once."""
+    texts = {" ".join(item.words): item.words for item in items}.values()
+    each = [np.unique(window_hashes(word_hashes(text_words), SHORT)[0]) for text_words in texts]
+    hashes, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *each]), return_counts=True)
+    return hashes[counts >= SHARED_BY]
 
 
 def _hits(windows: np.ndarray, grams: Grams) -> Iterator[tuple[int, int]]:

@@ -93,7 +93,7 @@ class NearPrompts:
     def shingle_set(self, prompt_words: list[str]) -> np.ndarray:
         """The distinct shingles, as ascending uint32 hashes; a prompt shorter than a shingle is one."""
         hashes_W = word_hashes(prompt_words)
-        windows = window_hashes(hashes_W, min(self.shingle_words, max(len(hashes_W), 1)))
+        (windows,) = window_hashes(hashes_W, min(self.shingle_words, max(len(hashes_W), 1)))
         return np.unique((windows >> np.uint64(32)).astype(np.uint32))
 
     def _most_similar(self, shingles: np.ndarray, candidates: Sequence[int]) -> tuple[int, float] | None:

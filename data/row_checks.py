@@ -72,6 +72,10 @@ class RowChecker:
         return Checked(label=label, drop=drop, key=row_key(row))
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
+        # The tokenizers library itself, where it is there: transformers looks at every id in Python first.
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return backend.decode_batch(ids, skip_special_tokens=True)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

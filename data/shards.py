@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data.common import Skipped, TraceRecord, check_record
@@ -72,14 +73,18 @@ def write_shard(path: Path, records: Sequence[TraceRecord], skipped: Sequence[Sk
     for record in records:
         check_record(record)
     columns = [_column(field, [getattr(record, field.name) for record in records]) for field in _SCHEMA]
-    tokens = sum(len(record.completion_ids) for record in records)
+    write_table(path, pa.table(columns, schema=_SCHEMA), skipped)
+
+
+def write_table(path: Path, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
+    """Write one parquet shard of rows that are known to be valid."""
     notes = {
-        "tokens": tokens,
-        "backends": sorted({record.backend for record in records}),
+        "tokens": pc.sum(pc.list_value_length(table.column("completion_ids"))).as_py() or 0,
+        "backends": sorted(pc.unique(table.column("backend")).to_pylist()),
         "skipped": [[item.prompt_id, item.reason] for item in skipped],
     }
     with open_writer(path) as writer:
-        writer.write_table(pa.table(columns, schema=_SCHEMA))
+        writer.write_table(table)
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 _CJK = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 _INSIDE = re.compile(r"['\u2019\u2018`\u00ad]|(?<=\d),(?=\d{3})")  # don't = dont, 1,000 = 1000
+_DIGIT = re.compile(r"\d")
 _OPERATOR = re.compile(r"(?<=[\d)\s])[+*/=^<>\u00d7\u00f7](?=[\s(-]*\d)|(?<![^\W\d_])[-\u2212](?=[\s(-]*\d)")
 _OPERATOR_NAMES = {
     **dict.fromkeys("-\u2212", "minus"),
@@ -36,7 +37,9 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 def words(text: str) -> list[str]:
     """The text's words in order, normalised: "It\u2019s 1,000!" gives ["its", "1000"]."""
     text = _INSIDE.sub("", plain(text))
-    return _WORD.findall(_OPERATOR.sub(_operator_word, text))
+    if _DIGIT.search(text):  # most texts have none, and need not be searched for operators
+        text = _OPERATOR.sub(_operator_word, text)
+    return _WORD.findall(text)
 
 
 def plain(text: str) -> str:
@@ -50,29 +53,40 @@ def plain(text: str) -> str:
 
 def word_hashes(text_words: list[str]) -> np.ndarray:
     """[W] uint64, the same on every machine."""
-    return np.fromiter(map(_hash_word, text_words), dtype=np.uint64, count=len(text_words))
+    return np.array([_HASHES[word] for word in text_words], dtype=np.uint64)
 
 
-def window_hashes(hashes_W: np.ndarray, size: int) -> np.ndarray:
-    """[max(W - size + 1, 0)] uint64: one hash for every `size` words in a row.
+def window_hashes(hashes_W: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """For each size [max(W - size + 1, 0)] uint64: one hash for every `size` words in a row.
 
     With prefix sums of h_i b^i, the window at i is (prefix_{i + size} - prefix_i) b^-i: the same wherever it stands.
     """
-    count = len(hashes_W) - size + 1
-    if count < 1:
-        return np.zeros(0, dtype=np.uint64)
     powers_W, inverses_W = _powers(len(hashes_W))
-    prefix = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(hashes_W * powers_W, dtype=np.uint64)])
-    return (prefix[size:] - prefix[:-size]) * inverses_W[:count]
+    prefix = np.zeros(len(hashes_W) + 1, dtype=np.uint64)
+    np.cumsum(hashes_W * powers_W, out=prefix[1:])
+    counts = [max(len(hashes_W) - size + 1, 0) for size in sizes]
+    return [
+        (prefix[size : size + count] - prefix[:count]) * inverses_W[:count]
+        for size, count in zip(sizes, counts, strict=True)
+    ]
 
 
 def _operator_word(match: re.Match[str]) -> str:
     return f" {_OPERATOR_NAMES[match[0]]} "
 
 
-@functools.lru_cache(maxsize=1 << 17)
-def _hash_word(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+class _WordHashes(dict[str, int]):
+    """Hashes of the words met so far, forgotten when they become many."""
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= 1 << 17:
+            self.clear()
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self[word] = int.from_bytes(digest, "little")
+        return self[word]
+
+
+_HASHES = _WordHashes()
 
 
 def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:

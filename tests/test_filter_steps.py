@@ -59,14 +59,14 @@ def test_window_hashes_are_equal_where_the_words_are() -> None:
     rng = random.Random(0)
     text = rng.choices("abcdef", k=3000)
     for size in (1, 3, 13):
-        windows = window_hashes(word_hashes(text), size)
+        (windows,) = window_hashes(word_hashes(text), size)
         assert len(windows) == len(text) - size + 1
         by_words: dict[tuple[str, ...], set[int]] = {}
         for place, window in enumerate(windows.tolist()):
             by_words.setdefault(tuple(text[place : place + size]), set()).add(window)
         assert all(len(hashes) == 1 for hashes in by_words.values())
         assert len(set(windows.tolist())) == len(by_words)
-    assert len(window_hashes(word_hashes(text[:2]), 3)) == 0
+    assert [len(each) for each in window_hashes(word_hashes(text[:2]), 3, 2, 1)] == [0, 1, 2]
 
 
 BROKEN: dict[str, dict[str, Any]] = {
@@ -236,6 +236,7 @@ def decontaminator() -> Decontaminator:
         ("So: sort these words by length, shortest first, and reply with them: owl, giraffe. Thanks", "b/4"),
         ("Sort these words by length, shortest first, and reply with them: cow, giraffe", None),
         (f"{WRAPPER}me", None),
+        (f"{WRAPPER}is me", None),  # three of the set go on like this
         (f"{WRAPPER}do cats purr", "b/11"),
     ],
 )  # fmt: skip
