@@ -44,6 +44,25 @@ def test_accumulation_changes_no_loss() -> None:
         assert one["tokens"] == other["tokens"]
 
 
+def test_gradient_checkpointing_changes_no_loss() -> None:
+    corpus = random_corpus(24)
+    plain = train_student(student(), corpus, recipe(steps=4))
+    recomputed = train_student(student(), corpus, recipe(steps=4, gradient_checkpointing=True))
+    for one, other in zip(plain.metrics, recomputed.metrics, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_bfloat16_keeps_float32_weights_and_learns() -> None:
+    trainer = Trainer(student(), random_corpus(24), recipe(steps=30, precision="bfloat16"))
+    outcome = trainer.train()
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    assert outcome.metrics[-1]["loss"] < 0.5 * outcome.metrics[0]["loss"]
+    exact = train_student(student(), random_corpus(24), recipe(steps=1))
+    gap = abs(outcome.metrics[0]["loss"] - exact.metrics[0]["loss"]) / exact.metrics[0]["loss"]
+    assert 0 < gap < 0.05, "products in bfloat16 differ a little from those in float32"
+
+
 def stopping_after(steps: int) -> Any:
     calls = itertools.count(1)
     return lambda: next(calls) >= steps

@@ -37,6 +37,7 @@ FREE_TO_CHANGE = (
     "keep_checkpoints",
     "micro_batch",
     "sharding",
+    "attention",
     "gradient_checkpointing",
     "compile",
 )
@@ -88,6 +89,7 @@ class Trainer:
         self.checkpoints = Checkpoints((folder or Path()) / CHECKPOINTS, identity, recipe.keep_checkpoints)
 
     def _prepare(self, student: Student) -> tuple[Any, torch.optim.Optimizer]:
+        student.model.set_attn_implementation(self.recipe.attention)
         if self.recipe.gradient_checkpointing:
             student.model.gradient_checkpointing_enable({"use_reentrant": False})
         student.to(self.accelerator.device)
