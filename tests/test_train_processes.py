@@ -22,8 +22,8 @@ TESTS = Path(__file__).resolve().parent
 PROCESSES = 2
 
 
-def alone(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
-    return Trainer(student(), random_corpus(24), RECIPE, folder).train(should_stop)
+def alone(folder: Path, should_stop: Callable[[], bool] = lambda: False, tied: bool = False) -> Outcome:
+    return Trainer(student(tied=tied), random_corpus(24), RECIPE, folder).train(should_stop)
 
 
 def stop_at(steps: int) -> Callable[[], bool]:
@@ -60,6 +60,7 @@ def launch(root: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("processes")
     alone(root / "alone")
+    alone(root / "alone_tied", tied=True)
     assert not alone(root / "begun_alone", stop_at(STOP)).finished
     launch(root)
     assert alone(root / "stopped").finished
@@ -70,15 +71,21 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
-def test_two_processes_have_one_processs_losses(runs: Path, sharding: str) -> None:
-    expected, got = rows(runs / "alone"), rows(runs / sharding)
+@pytest.mark.parametrize("name, one_process", [("fsdp", "alone"), ("ddp", "alone"), ("tied", "alone_tied")])
+def test_two_processes_have_one_processs_losses(runs: Path, name: str, one_process: str) -> None:
+    expected, got = rows(runs / one_process), rows(runs / name)
     assert len(got) == RECIPE.steps
     for one, two in zip(expected, got, strict=True):
         assert two["tokens"] == one["tokens"]
         for key in ("loss", "acc_low"):
             assert two[key] == pytest.approx(one[key], abs=1e-5), f"{key} at step {one['step']}"
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+
+def test_tied_weights_stay_tied(runs: Path) -> None:
+    """A head that is the embedding's matrix must not come apart when it is sharded and gathered."""
+    weights = torch.load(runs / "tied" / "weights.pt")
+    torch.testing.assert_close(weights["lm_head.weight"], weights["model.embed_tokens.weight"], rtol=0, atol=0)
 
 
 def test_sharded_checkpoints_have_a_part_of_each_process(runs: Path) -> None:

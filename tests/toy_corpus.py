@@ -48,12 +48,14 @@ def random_corpus(documents: int, seed: int = 0) -> Corpus:
     return make_corpus([(int(rng.integers(2, 6)), int(rng.integers(2, 13))) for _ in range(documents)])
 
 
-def target(family: str = "llama") -> Any:
-    return tiny_model(family, vocab=VOCAB, layers=3, seed=0)
+def target(family: str = "llama", tied: bool = False) -> Any:
+    return tiny_model(family, vocab=VOCAB, layers=3, seed=0, tied=tied)
 
 
-def student(terms: Sequence[LossTerm] = (LossTerm(name="kl"),), head_ids: Sequence[int] | None = None) -> Student:
+def student(
+    terms: Sequence[LossTerm] = (LossTerm(name="kl"),), head_ids: Sequence[int] | None = None, tied: bool = False
+) -> Student:
     torch.manual_seed(0)
-    model = first_layers(target(), 2, head_ids)
+    model = first_layers(target(tied=tied), 2, head_ids)
     model.set_attn_implementation("sdpa")
     return Student(model, terms, head_ids)

@@ -33,13 +33,13 @@ class StopAfter:
 def main(root: Path) -> None:
     """Whole trainings with fsdp and ddp, one that is stopped, and the rest of one that a single process began."""
     corpus, rank = random_corpus(24), int(os.environ["RANK"])
-    for sharding in ("fsdp", "ddp"):
+    for name, sharding, tied in (("fsdp", "fsdp", False), ("ddp", "ddp", False), ("tied", "fsdp", True)):
         recipe = dataclasses.replace(RECIPE, sharding=sharding)
-        outcome = Trainer(student(), corpus, recipe, root / sharding).train()
+        outcome = Trainer(student(tied=tied), corpus, recipe, root / name).train()
         assert outcome.finished
         assert bool(outcome.weights) == (rank == 0)
         if rank == 0:
-            torch.save(dict(outcome.weights), root / sharding / "weights.pt")
+            torch.save(dict(outcome.weights), root / name / "weights.pt")
     stopped = Trainer(student(), corpus, RECIPE, root / "stopped").train(StopAfter(STOP, rank))
     assert stopped.steps == STOP
     assert Trainer(student(), corpus, RECIPE, root / "begun_alone").train().finished
