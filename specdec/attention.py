@@ -37,21 +37,21 @@ def ragged_attention(
     repeat = H // num_kv_heads
     # Query heads that share a key head become extra query rows: one product a key head, no repeated keys.
     query_BGrD = query_BHqD.reshape(B, num_kv_heads, repeat * q, D)
-    visible = ragged.visible(sliding_window, repeat)
+    mask = ragged.mask(sliding_window, repeat, query_BHqD.dtype)
     if softcap is None:
-        out_BGrD = scaled_dot_product_attention(query_BGrD, key_BGSD, value_BGSD, visible, scale=scaling)
+        out_BGrD = scaled_dot_product_attention(query_BGrD, key_BGSD, value_BGSD, mask, scale=scaling)
     else:
-        out_BGrD = _softcapped(query_BGrD, key_BGSD, value_BGSD, visible, scaling, softcap)
-    return out_BGrD.reshape(B, H, q, value_BGSD.shape[-1]).transpose(1, 2).contiguous(), None
+        out_BGrD = _softcapped(query_BGrD, key_BGSD, value_BGSD, mask, scaling, softcap)
+    out_BHqD = out_BGrD.reshape(B, H, q, value_BGSD.shape[-1])
+    return out_BHqD.transpose(1, 2).contiguous(), None
 
 
 def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float | None, softcap: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float
 ) -> Tensor:
     """softmax(cap * tanh(scores / cap)) V, Gemma 2 (arXiv 2408.00118), section 2."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = (scores / softcap).tanh() * softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = (scores / softcap).tanh() * softcap + mask
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return weights.to(value.dtype) @ value
 

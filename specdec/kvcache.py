@@ -20,26 +20,45 @@ class Plan:
 
     positions_Bq: index in the sequence, which is also the cache slot (0 for padding); slots_Bq: where to write
     (the trash slot for padding); rows: which rows of the cache, a slice where possible (a view) or int64 indices;
-    live: slots [0, live) are read. `visible` is cached per (window, repeat): it is the same for all layers.
+    live: slots [0, live) are read. What all layers share (masks, and where they write) is computed once.
     """
 
     positions_Bq: Tensor
     slots_Bq: Tensor
     rows: slice | Tensor
     live: int
-    _visible: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def visible(self, window: int | None, repeat: int) -> Tensor:
         """bool [B, 1, repeat * q, live]: slot s is seen from position t when t - window < s <= t."""
-        key = (window, repeat)
-        if key not in self._visible:
-            slots_S = torch.arange(self.live, device=self.positions_Bq.device)
-            position_Bq1 = self.positions_Bq.unsqueeze(-1)
-            seen_BqS = slots_S <= position_Bq1
-            if window is not None:
-                seen_BqS &= slots_S > position_Bq1 - window
-            self._visible[key] = seen_BqS.unsqueeze(1).repeat(1, 1, repeat, 1)
-        return self._visible[key]
+        slots_S = torch.arange(self.live, device=self.positions_Bq.device)
+        position_Bq1 = self.positions_Bq.unsqueeze(-1)
+        seen_BqS = slots_S <= position_Bq1
+        if window is not None:
+            seen_BqS &= slots_S > position_Bq1 - window
+        return seen_BqS.unsqueeze(1).repeat(1, 1, repeat, 1)
+
+    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor:
+        """The same to be added to scores: 0 where seen, -inf elsewhere. Attention would make this of a bool mask in
+        every layer."""
+        key = (window, repeat, dtype)
+        if key not in self._masks:
+            visible = self.visible(window, repeat)
+            self._masks[key] = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        return self._masks[key]
+
+    def index(self, heads: int, width: int) -> Tensor:
+        """int64 [B * heads * q]: where the new tokens go in a buffer of `width` slots seen as [rows * heads * width,
+        D]."""
+        key = (heads, width)
+        if key not in self._indices:
+            B, device = len(self.slots_Bq), self.slots_Bq.device
+            first = self.rows.start if isinstance(self.rows, slice) else 0
+            row_B = torch.arange(first, first + B, device=device) if isinstance(self.rows, slice) else self.rows
+            head_BH = row_B.unsqueeze(1) * heads + torch.arange(heads, device=device)
+            self._indices[key] = (head_BH.unsqueeze(2) * width + self.slots_Bq.unsqueeze(1)).flatten()
+        return self._indices[key]
 
 
 class RaggedCache:
@@ -118,13 +137,9 @@ class RaggedCache:
 
 
 def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:
-    if isinstance(plan.rows, slice):
-        buffer_BHCD = buffer_BHCD[plan.rows]
-        rows_B1 = torch.arange(new_BHqD.shape[0], device=new_BHqD.device).unsqueeze(1)
-    else:
-        rows_B1 = plan.rows.unsqueeze(1)
-    buffer_BHCD[rows_B1, :, plan.slots_Bq] = new_BHqD.transpose(1, 2)
+    _, heads, width, dim = buffer_BHCD.shape
+    buffer_BHCD.view(-1, dim).index_copy_(0, plan.index(heads, width), new_BHqD.reshape(-1, dim))
 
 
 def _live(buffer_BHCD: Tensor, plan: Plan) -> Tensor:
-    return buffer_BHCD[plan.rows, :, : plan.live]
+    return buffer_BHCD[plan.rows].narrow(2, 0, plan.live)
