@@ -130,11 +130,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_and_names_its_docume
 
 def test_rows_longer_than_a_sequence_are_refused_or_dropped() -> None:
     corpus = make_corpus([(3, 5), (20, 30), (2, 4)])
-    with pytest.raises(ValueError, match=r"1 of 3 .*prompt-1/0, has 49 tokens.*long_rows=drop"):
+    with pytest.raises(ValueError, match=r"1 of 3 .*prompt-1/0, has 49 tokens.*context 512.*long_rows=drop"):
         Trainer(student(), corpus, RECIPE)
     assert len(Trainer(student(), corpus, recipe(long_rows="drop")).corpus) == 2
     with pytest.raises(ValueError, match="1 of 1"):
         Trainer(student(), corpus.select([1]), recipe(long_rows="drop"))
+    long = make_corpus([(2, 600)])
+    with pytest.raises(ValueError, match="the draft's context 512"):
+        Trainer(student(), long, recipe(length=1024))
 
 
 def test_exact_acceptance_is_that_of_whole_distributions() -> None:

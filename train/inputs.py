@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from data.common import TraceRecord, encode_prompt
 from data.filtered import iter_rows
@@ -17,14 +19,21 @@ from train.corpus import Corpus
 PROMPTS_COMPARED = 8
 
 
-def build_corpora(config: Config, filtered: Path, revision: str, tokenizer: Any, work: Path) -> None:
+def build_corpora(
+    config: Config,
+    filtered: Path,
+    revision: str,
+    tokenizer: Any,
+    work: Path,
+    check_stop: Callable[[], None] = lambda: None,
+) -> None:
     """Write work/train and work/heldout from the filter's folder, each whole or not at all, if they are not there.
 
     The held-out corpus is at most train.heldout completions; when the filter held nothing out it is missing.
-    ValueError for rows of another teacher or tokenizer, and for a split without rows.
+    ValueError for rows of another teacher or tokenizer, and for a split without rows; `check_stop` may raise.
     """
     if not (work / "train").is_dir():
-        rows = checked(iter_rows(filtered, "train"), config, revision, tokenizer)
+        rows = _until(check_stop, checked(iter_rows(filtered, "train"), config, revision, tokenizer))
         save_corpus(Corpus.from_records(rows), work / "train")
     if not (work / "heldout").is_dir():
         heldout = list(itertools.islice(iter_rows(filtered, "heldout"), config.train.heldout))
@@ -55,6 +64,12 @@ def checked(rows: Iterable[TraceRecord], config: Config, revision: str, tokenize
         )
 
 
+def _until(check_stop: Callable[[], None], rows: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
+    for row in rows:
+        check_stop()
+        yield row
+
+
 def _check_teacher(row: TraceRecord, target: str, revision: str) -> None:
     where = f"trace {row.prompt_id}/{row.completion}"
     if row.teacher != target:
@@ -69,4 +84,8 @@ def _check_teacher(row: TraceRecord, target: str, revision: str) -> None:
 
 
 def _same_prompt(row: TraceRecord, tokenizer: Any) -> bool:
-    return encode_prompt(tokenizer, json.loads(row.messages)) == row.prompt_ids.tolist()
+    try:
+        ids = encode_prompt(tokenizer, json.loads(row.messages), row.thinking)
+    except (ValueError, TemplateError):  # a template without the switch, or one that refuses these messages
+        return False
+    return ids == row.prompt_ids.tolist()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 class MetricsLog:
@@ -76,4 +77,4 @@ def _tensorboard(folder: Path, first_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(folder / "tensorboard", purge_step=first_step)
+    return SummaryWriter(folder / TENSORBOARD, purge_step=first_step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from data.common import stop_ids_of
+from data.common import stop_ids
 from pipeline import models
 from pipeline.config import Config
 from specdec.pruned import is_pruned, prune_head
@@ -23,8 +23,7 @@ def target_stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
     folder = models.resolve(config.models.target)
     generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-    settings = generation or SimpleNamespace(eos_token_id=None)
-    return stop_ids_of(SimpleNamespace(generation_config=settings), tokenizer)
+    return stop_ids(generation or SimpleNamespace(eos_token_id=None), tokenizer)
 
 
 def choose_head(config: Config, corpus: Corpus, tokenizer: Any) -> HeadChoice | None:

@@ -44,6 +44,7 @@ class TrainStage:
     def __call__(self, ctx: StageContext) -> Mapping[str, Any]:
         training = Training(ctx, self.ranks)
         for draft in ctx.config.train.drafts:
+            ctx.check_stop()
             ctx.publish_folder(draft.name, partial(training.make, draft))
         summary = finish(ctx)
         shutil.rmtree(training.work, ignore_errors=True)
@@ -62,7 +63,7 @@ class Training:
 
     def make(self, draft: TrainedDraft, folder: Path) -> None:
         """Train one draft, with its on-policy rounds, and write its folder. StageStopped after SIGTERM or USR1."""
-        from train.metrics import METRICS
+        from train.metrics import METRICS, TENSORBOARD
 
         corpora, start = [self.work / "train"], self.start
         outcome = self._train(draft, start, corpora, 0)
@@ -71,7 +72,10 @@ class Training:
             corpora.append(self._own_texts(draft, start, number))
             outcome = self._train(draft, start, corpora, number)
         self._export(draft, start, outcome, folder, self.config.models.dtype)
-        shutil.copyfile(self._round(draft, self.config.train.on_policy.rounds) / METRICS, folder / METRICS)
+        written = self._round(draft, self.config.train.on_policy.rounds)
+        shutil.copyfile(written / METRICS, folder / METRICS)
+        if (written / TENSORBOARD).is_dir():
+            shutil.copytree(written / TENSORBOARD, folder / TENSORBOARD)
 
     def _train(self, draft: TrainedDraft, start: Path, corpora: Sequence[Path], number: int) -> Outcome:
         from train.job import Job, run_job
@@ -113,7 +117,10 @@ class Training:
         from train.inputs import build_corpora
 
         target = revision(self.config.models.target)
-        build_corpora(self.config, self.ctx.input("02_filter"), target, self.tokenizer, self.work)
+        rows = self.ctx.input("02_filter")
+        build_corpora(self.config, rows, target, self.tokenizer, self.work, self.ctx.check_stop)
+        if self.config.train.recipe.exact_every and not (self.work / "heldout").is_dir():
+            self.ctx.log("the filter held nothing out (filter.heldout): no exact acceptance will be measured")
         return Corpus.load(self.work / "train")
 
     @cached_property

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +41,9 @@ FREE_TO_CHANGE = (
     "gradient_checkpointing",
     "compile",
 )
+
+
+Sequences = Sequence[tuple[int, ...]]
 
 
 class LossError(ValueError):
@@ -75,16 +78,12 @@ class Trainer:
         origin: str = "",
     ) -> None:
         self.recipe, self.folder = recipe, folder
-        self.corpus = fitting(corpus, recipe)
+        self.corpus = fitting(corpus, recipe, student.model.config.get_text_config().max_position_embeddings)
         self.heldout, self.teacher = heldout, teacher
         self.order = Order(self.corpus.lengths, recipe)
         self.accelerator = make_accelerator(recipe)
         identity = {**training_identity(student, self.corpus, recipe), "steps": len(self.order), "origin": origin}
-        self.flops_per_token = 6 * sum(
-            weight.numel()
-            for weight in student.parameters()
-            if weight is not student.model.get_input_embeddings().weight
-        )
+        self.flops_per_token = 6 * product_weights(student.model)
         self.model, self.optimizer = self._prepare(student)
         self.checkpoints = Checkpoints((folder or Path()) / CHECKPOINTS, identity, recipe.keep_checkpoints)
 
@@ -122,9 +121,9 @@ class Trainer:
             if log is not None:
                 stack.callback(log.close)
             self.began = time.perf_counter()
-            for step, batches in self._batches(done, stack):
-                row, stopped = self._step(step, batches, should_stop)
-                done = step + 1
+            for sequences, batches in self._batches(done, stack):
+                row, stopped = self._step(done, sequences, batches, should_stop)
+                done += 1
                 rows.append(row)
                 if log is not None:
                     log.write(row)
@@ -137,25 +136,30 @@ class Trainer:
         finished = done == len(self.order)
         return Outcome(finished=finished, steps=done, weights=self._weights() if finished else {}, metrics=rows)
 
-    def _batches(self, first: int, stack: contextlib.ExitStack) -> Iterator[tuple[int, list[Batch]]]:
-        """Each step's micro-batches of this process, packed by a thread while the step before is computed."""
+    def _batches(self, first: int, stack: contextlib.ExitStack) -> Iterator[tuple[Sequences, list[Batch]]]:
+        """Each step's sequences and this process's micro-batches of them, packed by a thread while the step before is
+        computed."""
         pool = stack.enter_context(ThreadPoolExecutor(1))
         accelerator, recipe = self.accelerator, self.recipe
 
-        def make(step: int) -> list[Batch]:
-            parts = share(self.order[step], accelerator.process_index, accelerator.num_processes, recipe.micro_batch)
-            return [pack(self.corpus, part, recipe.length) for part in parts]
+        def make(step: int) -> tuple[Sequences, list[Batch]]:
+            sequences = self.order[step]
+            parts = share(sequences, accelerator.process_index, accelerator.num_processes, recipe.micro_batch)
+            return sequences, [pack(self.corpus, part, recipe.length) for part in parts]
 
         following = pool.submit(make, first) if first < len(self.order) else None
         for step in range(first, len(self.order)):
             assert following is not None
-            batches = following.result()
+            made = following.result()
             following = pool.submit(make, step + 1) if step + 1 < len(self.order) else None
-            yield step, batches
+            yield made
 
-    def _step(self, step: int, batches: list[Batch], should_stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
+    def _step(
+        self, step: int, sequences: Sequences, batches: list[Batch], should_stop: Callable[[], bool]
+    ) -> tuple[dict[str, Any], bool]:
+        """The step's row of metrics, and whether any process wants to stop after it."""
         torch.manual_seed(stable_seed(self.recipe.seed, step, self.accelerator.process_index))  # for dropout
-        documents = [document for sequence in self.order[step] for document in sequence]
+        documents = [document for sequence in sequences for document in sequence]
         tokens = int(self.corpus.completion_lengths[documents].sum())
         read = int(self.corpus.lengths[documents].sum())
         sums = self._forward_backward(batches, tokens)
@@ -231,20 +235,29 @@ class Trainer:
         return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
-def fitting(corpus: Corpus, recipe: RecipeConfig) -> Corpus:
-    """The corpus without documents that are longer than a sequence. ValueError when the recipe refuses them, or when
-    none is left."""
-    is_long = corpus.lengths > recipe.length
+def fitting(corpus: Corpus, recipe: RecipeConfig, context: int) -> Corpus:
+    """The corpus without documents that are longer than a sequence or the draft's context. ValueError when the recipe
+    refuses them, or when none is left."""
+    room = min(recipe.length, context)
+    is_long = corpus.lengths > room
     if not is_long.any():
         return corpus
     longest = int(corpus.lengths.argmax())
     if recipe.long_rows == "refuse" or is_long.all():
         raise ValueError(
-            f"{int(is_long.sum())} of {len(corpus)} completions are longer than a sequence with their prompts; the "
-            f"longest, {corpus.names[longest]}, has {int(corpus.lengths[longest])} tokens, train.recipe.length is "
-            f"{recipe.length}: raise that, lower traces.max_tokens, or set train.recipe.long_rows=drop"
+            f"{int(is_long.sum())} of {len(corpus)} completions do not fit with their prompts; the longest, "
+            f"{corpus.names[longest]}, has {int(corpus.lengths[longest])} tokens, train.recipe.length is "
+            f"{recipe.length} and the draft's context {context}: raise train.recipe.length, lower traces.max_tokens, "
+            "or leave such completions out with train.recipe.long_rows=drop"
         )
     return corpus.select([number for number, long in enumerate(is_long) if not long])
+
+
+def product_weights(model: Any) -> int:
+    """How many of its weights a token is multiplied with: all, without an embedding that is only looked up."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if head is embedding else embedding.numel()
+    return sum(weight.numel() for weight in model.parameters()) - looked_up
 
 
 def training_identity(student: Student, corpus: Corpus, recipe: RecipeConfig) -> dict[str, Any]:
