@@ -8,7 +8,7 @@ times are exact.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.results import gate
+from pipeline.results import gate
 from specdec.controller import Adaptive, FixedK
 from specdec.simulate_costs import CostModel, cost_models
 from specdec.simulate_run import Noise, OneLength, Truth, calibrate, simulate

@@ -85,7 +85,7 @@ def _g4(ctx: StageContext, names: Sequence[str]) -> Mapping[str, Any]:
 
 def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> None:
     """One unit's rows, and for a gate its record."""
-    from bench.results import without_nan
+    from pipeline.results import without_nan
 
     text = json.dumps(without_nan(dict(content)), indent=1, allow_nan=False) + "\n"
     ctx.tmp(name).write_text(text, encoding="utf-8")
@@ -95,8 +95,8 @@ def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> N
 def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
     """Join the units, print the table and the gates."""
     from bench.grid import with_own_pair
-    from bench.results import read_result, write_result
     from bench.tables import TIMES, gate_table, speed_table, to_text
+    from pipeline.results import read_result, write_result
 
     units = {name: _read(ctx.folder / name) for name in names}
     rows = [row for unit in units.values() for row in unit["rows"]]

@@ -22,9 +22,9 @@ from typing import Any
 
 from bench.cells import summarise
 from bench.measure import EngineVariant, TransformersVariant, Variant, Workload, interleave, tokens_per_s_wall, warm_up
-from bench.results import write_result
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config, load_config
+from pipeline.results import write_result
 from pipeline.sources import load_prompts
 from specdec import NgramDrafter
 from specdec.controller import Adaptive

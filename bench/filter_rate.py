@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.results import write_result
+from pipeline.results import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGE = "filter_rate"

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.results import read_result
 from bench.tables import gate_table, to_text
 from pipeline.config import load_config
+from pipeline.results import read_result
 from pipeline.stage import data_root
 
 REQUIRED = {"04_bench_engine": ("G1", "G2")}

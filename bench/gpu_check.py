@@ -18,7 +18,7 @@ from bench.graph_round import compare
 from bench.lossless import Suite, build_engine, run_g1
 from bench.lossless_report import format_table, g1_gate
 from bench.lossless_suites import demo_suites
-from bench.results import gate, write_result
+from pipeline.results import gate, write_result
 from specdec import Engine
 
 

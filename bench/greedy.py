@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from bench.draft_model import load_draft
 from bench.lossless import cycling
-from bench.results import gate
 from bench.tiny_models import FAMILIES, noisy_copy, tiny_model
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config
 from pipeline.models import load_target, load_tokenizer
+from pipeline.results import gate
 from pipeline.sources import load_prompts
 from specdec import Completion, Engine, Request, SamplingParams
 

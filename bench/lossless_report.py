@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.law_stats import FAMILY_ERROR, TV_SIGMAS
-from bench.results import gate
+from pipeline.results import gate
 
 Rows = Sequence[dict[str, Any]]
 

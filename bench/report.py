@@ -14,10 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from bench.results import read_result
 from bench.tables import category_table, evidence_table, gate_table, plain_table, speed_table
 from pipeline import files
 from pipeline.config import load_config
+from pipeline.results import read_result
 from pipeline.stage import data_root
 from pipeline.tables import to_markdown
 

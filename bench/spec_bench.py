@@ -26,10 +26,10 @@ from typing import Any
 from bench.cells import row
 from bench.drafters import PLAIN, Label, drafter_of, labels_of, length_of
 from bench.measure import EngineVariant, Workload, interleave, warm_up
-from bench.results import read_result, write_result
 from data.common import encode_prompt, stop_ids_of
 from pipeline import rows
 from pipeline.config import Config, load_config
+from pipeline.results import read_result, write_result
 
 
 def prompts_by_category(path: Path) -> dict[str, list[list[dict[str, str]]]]:

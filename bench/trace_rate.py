@@ -24,11 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.results import gate, write_result
 from data.gen_traces import STAGE, make_shard, summary
 from data.items import all_items, cut
 from data.tracer import Tracer
 from pipeline.config import Config, load_config
+from pipeline.results import gate, write_result
 from pipeline.stage import StageContext, run_stage
 
 LEAST_RATIO = 0.95

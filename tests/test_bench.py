@@ -21,11 +21,11 @@ from bench.cells import alpha_interval, measure_cell, median_interval
 from bench.drafters import PLAIN, drafter_of, labels_of, length_of
 from bench.grid import Bench, with_own_pair
 from bench.measure import EngineVariant, Pass, TransformersVariant, Workload
-from bench.results import gate, read_result
 from bench.tiny_models import tiny_model
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import load_config
 from pipeline.models import load_target, load_tokenizer
+from pipeline.results import gate, read_result
 from pipeline.stage import run_stage
 from specdec import AcceptanceStats, Request, RoundStats
 

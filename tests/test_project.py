@@ -79,7 +79,7 @@ def forbidden_imports(source: str, package: str) -> set[str]:
         ("pipeline", "from specdec import Engine", {"specdec.Engine"}),
         ("bench", "from data.common import read\nfrom data import common\nfrom pipeline import stage", set()),
         ("bench", "from data import shards", {"data.shards"}),
-        ("data", "from bench.results import read", {"bench.results.read"}),
+        ("data", "from bench.tables import read", {"bench.tables.read"}),
         ("train", "from data.filtered import iter_rows\nfrom data.filter import body", {"data.filter.body"}),
     ],
 )

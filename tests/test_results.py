@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench import gates, report, results
-from bench.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
+from bench import gates, report
 from bench.tables import gate_table, to_text
+from pipeline import results
+from pipeline.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
 from pipeline.tables import to_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
