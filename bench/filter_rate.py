@@ -4,7 +4,8 @@
 
 The stage runs as a process of its own, whose largest memory the kernel reports; what the index of prompts takes of it
 is measured by filling the index alone in another. What is left must not grow with the rows but for one hash a row.
-The folders, about 8 kB a row, are made under --folder and removed.
+Seconds depend on what else the machine does, so CPU seconds and the load (of five minutes) stand beside them. The
+folders, about 5 kB a row, are made under --folder and removed.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def measure(rows: int, config: str, parent: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="filter-rate-", dir=parent) as folder:
         environment = {**os.environ, "SPEC_DATA_ROOT": folder, "OMP_NUM_THREADS": "1"}
         run(["data.generated_traces", "--config", config, "--rows", str(rows)], environment)
-        seconds, peak_bytes = timed(["data.filter", "--config", config], environment)
+        seconds, usage = timed(["data.filter", "--config", config], environment)
         index = json.loads(run(["data.generated_traces", "--rows", str(rows), "--index-only"], environment))
         (done,) = Path(folder).glob("*/02_filter/done.json")
         kept = json.loads(done.read_text(encoding="utf-8"))["rows"]
+    peak_bytes = usage.ru_maxrss * 1024  # Linux counts in kB
     rest_bytes = peak_bytes - index["index_bytes"]
     return {
         "rows_in": rows,
@@ -45,6 +47,8 @@ def measure(rows: int, config: str, parent: Path | None) -> dict[str, Any]:
         "rows_kept": kept,
         "seconds": round(seconds, 1),
         "rows_per_s": round(rows / seconds, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "load_average": os.getloadavg()[1],
         "peak_memory_mb": round(peak_bytes / MEGABYTE, 1),
         "index_mb": round(index["index_bytes"] / MEGABYTE, 1),
         "index_kb_a_prompt": round(index["index_bytes"] / 1024 / index["prompts"], 2),
@@ -59,19 +63,15 @@ def run(module: Sequence[str], environment: dict[str, str]) -> str:
     return (done.stdout.splitlines() or [""])[-1]
 
 
-def timed(module: Sequence[str], environment: dict[str, str]) -> tuple[float, int]:
-    """(wall seconds, largest resident memory in bytes) of a module run to its end."""
+def timed(module: Sequence[str], environment: dict[str, str]) -> tuple[float, resource.struct_rusage]:
+    """(wall seconds, what it used) of a module run to its end."""
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, "-m", *module], cwd=ROOT, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, list(module))
-    return time.monotonic() - started, _bytes(usage)
-
-
-def _bytes(usage: resource.struct_rusage) -> int:
-    return usage.ru_maxrss * 1024  # Linux counts in kB
+    return time.monotonic() - started, usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="results/filter_rate.json")
     arguments = parser.parse_args(argv)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    records = [measure(rows, arguments.config, arguments.folder) for rows in arguments.rows]
-    write_result(arguments.out, stage=STAGE, run="generated", rows=records, gates={}, started=started)
-    for record in records:
-        print(json.dumps(record))
+    records: list[dict[str, Any]] = []
+    for rows in arguments.rows:
+        records.append(measure(rows, arguments.config, arguments.folder))
+        write_result(arguments.out, stage=STAGE, run="generated", rows=records, gates={}, started=started)
+        print(json.dumps(records[-1]), flush=True)
     return 0
 
 

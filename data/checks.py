@@ -47,7 +47,10 @@ def loop(ids_T: np.ndarray, repeats: int, tokens: int) -> tuple[int, int] | None
             return None
         # Only a token equal to the last one can be a whole number of periods away from it.
         candidates = end - 1 - np.flatnonzero(tail_T[:-1] == tail_T[-1])[::-1]
-        for period in candidates[candidates <= end // repeats].tolist():
+        candidates = candidates[candidates <= end // repeats]
+        for back in range(1, min(3, tokens - tokens // repeats)):  # so many tokens before it must agree in any loop
+            candidates = candidates[tail_T[end - 1 - back - candidates] == tail_T[end - 1 - back]]
+        for period in candidates.tolist():
             needed = max(repeats * period, tokens) - period
             if np.array_equal(tail_T[-needed:], tail_T[-needed - period : -period]):
                 is_other = tail_T[period:] != tail_T[:-period]

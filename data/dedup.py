@@ -66,7 +66,8 @@ class NearPrompts:
         self.shingle_words, self.threshold = shingle_words, threshold
         self.ids: list[str] = []
         self.texts: dict[bytes, int] = {}
-        self.index = MinHashLSH(threshold=threshold, num_perm=NUM_PERM, weights=_WEIGHTS)
+        # Above 0.9 datasketch would choose a single band, which it then refuses; what is found is compared anyway.
+        self.index = MinHashLSH(threshold=min(threshold, 0.9), num_perm=NUM_PERM, weights=_WEIGHTS)
         self.empty = MinHash(num_perm=NUM_PERM, hashfunc=int)
         self.shingles = array.array("I")
         self.ends = array.array("Q", [0])

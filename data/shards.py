@@ -88,14 +88,14 @@ def write_table(path: Path, table: pa.Table, skipped: Sequence[Skipped] = ()) ->
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _NOTES_KEY: json.dumps(notes)})
 
 
-def open_writer(path: Path, added: Sequence[pa.Field] = ()) -> pq.ParquetWriter:
+def open_writer(path: Path, added: Sequence[pa.Field] = (), compression_level: int = 9) -> pq.ParquetWriter:
     """A parquet file of the trace columns and the `added` ones; the same tables give the same bytes."""
     # Statistics, dictionaries and a second copy of the schema would be half of a small shard.
     return pq.ParquetWriter(
         path,
         pa.schema([*_SCHEMA, *added]),
         compression="zstd",
-        compression_level=9,
+        compression_level=compression_level,
         use_dictionary=False,
         write_statistics=False,
         store_schema=False,

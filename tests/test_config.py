@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import DraftConfig, PromptSource, expand_env, load_config, section_values
+from pipeline.config import (
+    DraftConfig,
+    PromptSource,
+    bench_prompt_parts,
+    bench_sections,
+    expand_env,
+    load_config,
+    section_values,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = """\
@@ -183,3 +191,19 @@ def test_yaml_is_read_by_the_safe_loader(tmp_path: Path) -> None:
     path.write_text(textwrap.dedent("run: !!python/object/apply:os.getcwd []\n"))
     with pytest.raises(ValueError, match=r"evil.yaml:1"):
         load_config(path)
+
+
+def test_parts_of_sections() -> None:
+    config = load_config(ROOT / "configs" / "tiny.yaml")
+    assert section_values(config, ["bench_engine.seed", "models.target"]) == {
+        "bench_engine.seed": config.bench_engine.seed,
+        "models.target": "tiny:qwen3",
+    }
+    left_out = dataclasses.replace(config, bench_engine=None)  # type: ignore[arg-type]
+    assert section_values(left_out, ["bench_engine.seed"]) == {"bench_engine.seed": None}
+
+
+def test_bench_sections_are_all_with_prompts_but_the_traces() -> None:
+    assert "bench_engine" in bench_sections()
+    assert not {"traces", "models", "filter"} & set(bench_sections())
+    assert {"bench_engine.prompts", "bench_engine.seed"} <= set(bench_prompt_parts())

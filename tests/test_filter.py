@@ -124,7 +124,7 @@ def test_a_full_disk_is_said_and_the_next_run_finishes(data_root: Path, monkeypa
     config = load_config(TINY)
     write_traces(config, mixed_records(8))
     whole = filtered.open_writer
-    monkeypatch.setattr(filtered, "open_writer", lambda path, added: whole(Path("/dev/full"), added))
+    monkeypatch.setattr(filtered, "open_writer", lambda path, *_, **__: whole(Path("/dev/full")))
     with pytest.raises(DiskError, match=r"the disk is full while writing .*02_filter"):
         run_stage(STAGE, config, body)
     monkeypatch.undo()

@@ -13,15 +13,18 @@ import pytest
 from datasketch import MinHash
 from toy_traces import VOCAB, rows_of, run_filter, tokenizer, trace
 
+from data import find_contamination, generated_traces
 from data.checks import check, loop
 from data.common import TraceRecord
 from data.decontaminate import Decontaminator, is_bare_answer, load_benchmarks
 from data.dedup import NUM_PERM, NearPrompts
+from data.filter import STAGE, body
 from data.rows import Row, read_rows
-from data.shards import read_table, write_shard
+from data.shards import read_shard, read_table, write_shard
 from data.words import window_hashes, word_hashes, words
 from pipeline.config import FilterConfig, load_config
 from pipeline.sources import Prompt
+from pipeline.stage import run_stage
 
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml"
 
@@ -167,6 +170,37 @@ def test_the_sketches_are_datasketchs_own_estimate_of_jaccard() -> None:
     assert np.std(errors) < 0.07
 
 
+@pytest.mark.parametrize("changed", range(0, 21, 2))
+def test_near_means_an_exact_jaccard_of_the_threshold_or_more(changed: int) -> None:
+    """Whatever the sketches guess: pairs below stay, pairs above go. Just above, the index may miss one."""
+    left = [f"word{n}" for n in range(60)]
+    right = [f"other{n}" if n < changed else word for n, word in enumerate(left)]
+    shingles = [{tuple(side[n : n + 3]) for n in range(58)} for side in (left, right)]
+    jaccard = len(shingles[0] & shingles[1]) / len(shingles[0] | shingles[1])
+    for threshold, is_near in ((0.85 * jaccard, True), (jaccard + 0.001, False)):
+        if threshold <= 1:
+            near = NearPrompts(3, threshold)
+            assert near.check("left", " ".join(left), is_generated=False) is None
+            drop = near.check("right", " ".join(right) + "!", is_generated=False)
+            assert (drop is not None) == is_near
+            assert drop is None or drop.detail == {"of": "left", "jaccard": round(jaccard, 4)}
+
+
+def test_a_threshold_of_one_means_the_same_shingles() -> None:
+    near = NearPrompts(3, 1.0)
+    checks = [near.check(str(n), text, is_generated=False) for n, text in enumerate(("a b c d", "a b c d!", "a b c e"))]
+    assert [drop is None for drop in checks] == [True, False, True]
+
+
+def test_a_dropped_prompt_makes_nothing_a_duplicate(data_root: Path) -> None:
+    """Only prompts that are kept count: the near duplicate of a row that went for another reason stays."""
+    prompt = " ".join(f"word{n}" for n in range(40))
+    records = [trace(0, prompt, "so " + "and on " * 9), trace(1, prompt + " then", "fine"), trace(2, prompt, "good")]
+    folder = run_filter(records, "filter.heldout=0.0")
+    assert [row["prompt_id"] for row in rows_of(folder, "train")] == ["set/1"]
+    assert [row["reason"] for row in rows_of(folder, "dropped")] == ["loop", "near_duplicate"]
+
+
 def test_problems_of_a_generator_are_no_near_duplicates(data_root: Path) -> None:
     """They differ in their numbers only; the same problem again is a duplicate all the same."""
     text = "Find the Greatest Common Divisor (GCD) of these numbers: {}, 912. Give only the GCD as your final answer."
@@ -271,3 +305,28 @@ def test_every_bench_section_is_a_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
         "bench_engine.arithmetic": 4,
         "bench_later.arithmetic": 3,
     }
+
+
+def test_find_contamination_prints_the_shared_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"question": BENCH[0], "answer": SOLUTION}) + "\n")
+    rows = [{"question": "Clean?", "answer": "Yes."}, {"question": "Well?", "answer": f"As they say, {SOLUTION}"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--rows", str(tmp_path / "rows.jsonl"), "--against", str(tmp_path / "bench.jsonl")]
+    assert find_contamination.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "| rows/2 | completion | bench | bench/1 | solution | on tuesday she sells two times" in printed
+    assert "bench: 1 of 2 rows match one of its 1 items" in printed
+    assert find_contamination.main([*arguments, str(tmp_path / "none.jsonl")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_generated_traces_are_sound_and_all_stay(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bench of the filter runs on: nothing in it may be dropped, or it would measure something else."""
+    monkeypatch.setattr(generated_traces, "SHARD_ROWS", 40)
+    config = load_config(TINY)
+    folder = generated_traces.write_traces(config, 80)
+    records = [record for name in ("shard-00000", "shard-00001") for record in read_shard(folder / f"{name}.parquet")]
+    assert len({record.prompt_id for record in records}) == 20
+    done = json.loads((run_stage(STAGE, config, body) / "done.json").read_text())
+    assert done["rows"] == 80
+    assert generated_traces.index_bytes(200) > 0

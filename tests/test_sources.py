@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import rows, sources
 from pipeline.scoring import score
-from pipeline.sources import Prompt, load_prompts, state
+from pipeline.sources import Prompt, load_all, load_prompts, state
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_FILES = ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "math500.jsonl", "spec_bench_480.jsonl")
@@ -200,6 +200,29 @@ def test_human_eval() -> None:
     assert first.reference is not None
     assert "return" in first.reference
     assert score(first, "anything") is None
+
+
+def test_human_eval_by_range() -> None:
+    numbers = {int(prompt.id.rpartition("/")[2]) for prompt in load_prompts("code", "human_eval:100-163", 200, seed=0)}
+    assert numbers == set(range(100, 164))
+    first = load_prompts("code", "human_eval:0-99", 2, seed=0)
+    assert [prompt.id for prompt in first] == ["code/HumanEval/87", "code/HumanEval/46"]
+    assert len(load_all("code", "human_eval:0-99", 2, seed=0)) == 100
+    for wrong in ("9", "5-3", "a-b", "-4"):
+        with pytest.raises(ValueError, match=f"human_eval:{wrong}: got '{wrong}', expected FIRST-LAST"):
+            load_prompts("code", f"human_eval:{wrong}", 2, seed=0)
+
+
+def test_what_else_a_row_says_is_known(tmp_path: Path) -> None:
+    """Later turns and a worked solution are not asked, but a training row must not hold them."""
+    source = write_rows(
+        tmp_path / "p.jsonl",
+        {"problem": "p", "answer": "42", "solution": "since it is so"},
+        {"turns": ["first", "second"]},
+        {"messages": [{"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "a"), ("user", "v"))]},
+    )
+    found = {prompt.id: (prompt.reference, prompt.others) for prompt in load_all("s", source, 1, seed=0)}
+    assert found == {"s/1": ("42", ("since it is so",)), "s/2": (None, ("second",)), "s/3": ("a", ("v",))}
 
 
 def test_hub_dataset_from_a_local_folder(
