@@ -7,17 +7,13 @@ code. So both run in a helper process, with no timeout of theirs, that is killed
 
 from __future__ import annotations
 
-import functools
-import gzip
-import importlib.metadata
-import json
 import multiprocessing
 import re
 import resource
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +21,10 @@ from data.decontaminate import is_bare_answer
 from data.rows import Row
 from data.sandbox import Limits, run_program
 from pipeline.scoring import score
-from pipeline.sources import Prompt
+from pipeline.sources import Prompt, human_eval_problems
 
 ANSWER_SECONDS = 10.0
+CPU_SECONDS = 60
 START_SECONDS = 300.0
 WORKER_MEMORY_BYTES = 8 << 30
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S | re.I)
@@ -70,7 +67,7 @@ class Verifier:
 
     def _passes_tests(self, row: Row, answer: str) -> bool | None:
         assert row.verifier is not None
-        problem = human_eval_problems().get(row.verifier["task_id"])
+        problem = next((each for each in human_eval_problems() if each["task_id"] == row.verifier["task_id"]), None)
         return None if problem is None else run_program(test_program(problem, answer), Limits())
 
     def _ask(self, question: tuple[Any, ...]) -> bool | None:
@@ -108,14 +105,6 @@ def test_program(problem: dict[str, str], answer: str) -> str:
     before = problem["prompt"].partition(f"def {name}")[0]
     code = before + "\n" + whole[-1] if whole else problem["prompt"] + blocks[-1]
     return f"{code}\n\n{problem['test']}\n\ncheck({name})\n"
-
-
-@functools.lru_cache(maxsize=1)
-def human_eval_problems() -> dict[str, dict[str, str]]:
-    """HumanEval's problems by task id."""
-    path = importlib.metadata.distribution("human-eval").locate_file("human_eval/data/HumanEval.jsonl.gz")
-    with gzip.open(Path(str(path)), "rt", encoding="utf-8") as stream:
-        return {problem["task_id"]: problem for problem in map(json.loads, stream)}
 
 
 class Helper:
@@ -174,6 +163,8 @@ def _serve(connection: Connection) -> None:
             kind, *arguments = connection.recv()
         except EOFError:
             sys.exit(0)
+        # Should the stage be killed meanwhile, nobody else ends what never ends by itself.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + CPU_SECONDS), resource.RLIM_INFINITY))
         try:
             connection.send(_score(*arguments) if kind == "score" else _is_same_value(*arguments))
         except Exception:  # what a model wrote can raise anything in a parser; it is then no right answer

