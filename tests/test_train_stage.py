@@ -64,48 +64,67 @@ def root(traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_stage_trains_both_drafts_and_says_so(root: Path) -> None:
-    folder = train(tiny_config())
-    content = manifest.read(folder)
+@pytest.fixture(scope="module")
+def trained(traced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of it with stage 03 done too."""
+    copy = tmp_path_factory.mktemp("trained") / "data"
+    shutil.copytree(traced, copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_DATA_ROOT", str(copy))
+        train(tiny_config())
+    return copy
+
+
+@pytest.fixture
+def done(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The finished stage's folder, in a data root of the test's own."""
+    copy = tmp_path / "data"
+    shutil.copytree(trained, copy)
+    monkeypatch.setenv("SPEC_DATA_ROOT", str(copy))
+    return copy / "tiny" / STAGE.name
+
+
+def test_stage_trains_both_drafts_and_says_so(done: Path) -> None:
+    content = manifest.read(done)
     assert content is not None
     assert set(content["summary"]["drafts"]) == set(DRAFTS)
-    assert not list(folder.glob("*work*"))
+    assert not list(done.glob("*work*"))
     for name in DRAFTS:
-        rows = read_metrics(folder / name / "metrics.jsonl")
+        rows = read_metrics(done / name / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(6))
         assert rows[-1]["loss"] < rows[0]["loss"]
         assert 0 < rows[2]["heldout_acceptance"] < 1
-        provenance = json.loads((folder / name / "provenance.json").read_text(encoding="utf-8"))
+        provenance = json.loads((done / name / "provenance.json").read_text(encoding="utf-8"))
         assert provenance["target"] == "tiny:qwen3"
         assert 0.5 < provenance["head_coverage"] <= 1
-    assert (folder / "training.png").stat().st_size > 1000
-    assert train(tiny_config()) == folder
+    assert (done / "training.png").stat().st_size > 1000
+
+
+def test_finished_stage_trains_nothing_and_refuses_other_settings(done: Path) -> None:
+    before = (done / "done.json").read_bytes()
+    assert train(tiny_config()) == done
+    assert (done / "done.json").read_bytes() == before
     with pytest.raises(StaleError, match=r"train\.recipe\.lr"):
         train(tiny_config("train.recipe.lr=1e-4"))
 
 
-def test_engine_decodes_with_a_trained_draft_named_in_the_config(root: Path) -> None:
-    train(tiny_config())
+def test_engine_decodes_with_a_trained_draft_named_in_the_config(done: Path) -> None:
     config = tiny_config()
-    models = dataclasses.replace(config.models, draft=dataclasses.replace(
-        config.models.draft, keep_layers=None, trained="sft_kd"
-    ))  # fmt: skip
-    config = dataclasses.replace(config, models=models)
+    named = dataclasses.replace(config.models.draft, keep_layers=None, trained="sft_kd")
+    config = dataclasses.replace(config, models=dataclasses.replace(config.models, draft=named))
     target = load_target(config.models, "cpu")
     draft = load_draft(config, target, "cpu")
     assert isinstance(draft, ModelDrafter), "its head is pruned"
     request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=24))
     [plain], [drafted] = (Engine(target, each, k=2).generate([request]) for each in (None, draft))
     assert drafted.token_ids == plain.token_ids
+    unknown = dataclasses.replace(named, trained="x")
     with pytest.raises(ValueError, match=r"expected one of train\.drafts: sft, sft_kd"):
-        dataclasses.replace(
-            config, models=dataclasses.replace(models, draft=dataclasses.replace(models.draft, trained="x"))
-        )
+        dataclasses.replace(config, models=dataclasses.replace(config.models, draft=unknown))
 
 
-def test_a_damaged_draft_is_made_again(root: Path) -> None:
-    folder = train(tiny_config())
-    path = folder / "sft" / "model.safetensors"
+def test_a_damaged_draft_is_made_again(done: Path) -> None:
+    path = done / "sft" / "model.safetensors"
     before = path.read_bytes()
     path.write_bytes(b"broken")
     train(tiny_config())
@@ -113,16 +132,16 @@ def test_a_damaged_draft_is_made_again(root: Path) -> None:
 
 
 def test_finished_stage_is_copied_back_from_the_archive(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its folders too; and checkpoints lie in the archive meanwhile, where another node finds them."""
+    """With the folders in it: a flat copy would lose the drafts."""
     (tmp_path / "archive").mkdir()
     monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path / "archive"))
-    folder = train(tiny_config())
-    before = (folder / "sft" / "model.safetensors").read_bytes()
-    shutil.rmtree(folder)
-    assert train(tiny_config()) == folder
-    assert (folder / "sft" / "model.safetensors").read_bytes() == before
+    before = (done / "sft" / "model.safetensors").read_bytes()
+    train(tiny_config())
+    shutil.rmtree(done)
+    assert train(tiny_config()) == done
+    assert (done / "sft" / "model.safetensors").read_bytes() == before
 
 
 def test_on_policy_rounds_train_on_the_drafts_own_texts(root: Path) -> None:
@@ -169,6 +188,45 @@ def test_two_processes_train_the_same_drafts(root: Path, tmp_path: Path) -> None
         one, two = (load_file(each / name / "model.safetensors") for each in (folder, other / "tiny" / STAGE.name))
         for key in one:
             torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-4)
+
+
+LEADER_LEAVES = """
+import torch.distributed as dist
+from train.ranks import Ranks
+
+def leave():
+    if dist.get_rank() == 0:
+        raise ValueError("only here")
+    dist.barrier()
+
+if __name__ == "__main__":
+    import os, sys, leader_leaves
+    with Ranks() as ranks:
+        try:
+            ranks.run(leader_leaves.leave)
+        except ValueError as error:
+            print(error, ranks.followers[0].pid, flush=True)
+    print("stuck" if ranks.stuck else "free", flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_leader_that_fails_alone_ends_with_its_followers(tmp_path: Path) -> None:
+    """A full disk at a checkpoint, say: the follower waits in a collective for a leader that has left it."""
+    (tmp_path / "leader_leaves.py").write_text(LEADER_LEAVES, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "SPEC_TRAIN_PROCESSES": "2",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)]),
+    }
+    command = [sys.executable, str(tmp_path / "leader_leaves.py")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 3, ended.stderr
+    message, follower = ended.stdout.splitlines()[0].rsplit(" ", 1)
+    assert message == "only here"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(follower), 0)
 
 
 def rows_of(root: Path) -> list[Any]:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0
+PATIENCE_SECONDS = 10.0
 LONG = timedelta(days=7)  # followers wait while the leader evaluates or exports
 
 
@@ -54,13 +55,15 @@ def layout() -> Layout:
 class Ranks:
     """Context manager of the leader: `run(function, ...)` calls it in every process and returns the leader's result.
 
-    The processes start at the first `run`. Leaving ends the followers.
+    The processes start at the first `run`. Leaving ends the followers; `stuck` is then true when they could not be
+    told, being in the middle of a collective that this process has left by an error: end it by os._exit.
     """
 
     def __init__(self) -> None:
         self.followers: list[subprocess.Popen[bytes]] = []
         self.group: Any = None
         self.started = False
+        self.stuck = False
         self.closing = threading.Event()
 
     def __enter__(self) -> Ranks:
@@ -70,15 +73,19 @@ class Ranks:
         if not self.started and int(os.environ.get("SPEC_NODES", "1")) > 1:
             self._start(layout())  # the other nodes wait to hear that there is nothing to do
         self.closing.set()
-        if self.group is not None:
-            with contextlib.suppress(RuntimeError):  # a follower that is gone already
-                _broadcast(None, self.group)
+        if self.group is None:
+            return
+        farewell = threading.Thread(target=_say_goodbye, args=(self.group,), daemon=True)
+        farewell.start()
+        farewell.join(PATIENCE_SECONDS)
         for follower in self.followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                follower.wait(timeout=10)
+                follower.wait(timeout=PATIENCE_SECONDS)
             follower.kill()
             follower.wait()
-        _leave_group()
+        self.stuck = farewell.is_alive()
+        if not self.stuck:
+            _leave_group()
 
     def run(self, function: Callable[..., T], *arguments: Any, **here: Any) -> T:
         """`function(*arguments)` in each process, which must be able to unpickle both; `here` is for the leader's."""
@@ -158,6 +165,11 @@ def _leave_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _say_goodbye(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # a follower that is gone already
+        _broadcast(None, group)
 
 
 def _broadcast(call: Any, group: Any) -> Any:

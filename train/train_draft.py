@@ -9,6 +9,7 @@ is set, so that every node of the training, and a node that continues it, reads 
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -226,7 +227,12 @@ def finish(ctx: StageContext) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The stage's command line; the exit code."""
     with Ranks() as ranks:
-        return stage_main(STAGE, TrainStage(ranks), argv)
+        code = stage_main(STAGE, TrainStage(ranks), argv)
+    if ranks.stuck:  # the collectives' own threads would keep the process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
