@@ -70,14 +70,16 @@ def input_shards(folder: Path) -> list[Path]:
 def check_rows(ctx: StageContext, shards: Sequence[Path], decontaminator: Decontaminator) -> None:
     """The first pass: checked-NNNNN.parquet for every shard that lacks it."""
     from data.row_checks import RowChecker, checked_name, read_checked, write_checked
+    from data.verify import Verifier
 
     todo = [number for number in range(len(shards)) if checked_name(number) not in ctx.shards]
     if not todo:
         return
     with (
-        RowChecker(ctx.config, decontaminator) as checker,
+        Verifier(run_code=ctx.config.filter.run_code) as verifier,
         ctx.progress(len(shards), "shards checked", done=len(shards) - len(todo)) as progress,
     ):
+        checker = RowChecker(ctx.config, decontaminator, verifier)
         for number in todo:
             name = checked_name(number)
             write_checked(ctx.tmp(name), checker.check_shard(shards[number], ctx.check_stop))

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,18 +40,11 @@ class Checked:
 
 
 class RowChecker:
-    """The steps with what they need: tokenizer, verifiers, benchmarks. A context manager: it ends its processes."""
+    """The steps with what they need: tokenizer, benchmarks and verifier."""
 
-    def __init__(self, config: Config, decontaminator: Decontaminator) -> None:
-        self.config, self.decontaminator = config.filter, decontaminator
+    def __init__(self, config: Config, decontaminator: Decontaminator, verifier: Verifier) -> None:
+        self.config, self.decontaminator, self.verifier = config.filter, decontaminator, verifier
         self.tokenizer = load_tokenizer(config.models)
-        self.verifier = Verifier(run_code=config.filter.run_code)
-
-    def __enter__(self) -> RowChecker:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.verifier.__exit__(*_)
 
     def check_shard(self, path: Path, check_stop: Callable[[], None]) -> Iterator[list[Checked]]:
         """Batches of results in the order of the shard's rows; `check_stop` is called between rows and may raise."""

@@ -117,21 +117,21 @@ class Helper:
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        if not self._has_answer(START_SECONDS) or self.connection.recv() != "ready":
-            self.stop()
-            raise ValueError("the helper that verifies answers does not start; see its error above")
         self.is_dead = False
+        try:
+            self._receive(START_SECONDS)
+        except (EOFError, OSError) as error:  # a timeout is an OSError too
+            self.stop()
+            raise ValueError("the process that verifies answers does not start; see its error above") from error
 
     def ask(self, question: tuple[Any, ...]) -> bool | None:
         """The verdict; None when there is none within the time or memory allowed, after which the helper is dead."""
         try:
             self.connection.send(question)
-            if self._has_answer(self.seconds):
-                return self.connection.recv()
-        except (EOFError, OSError):
-            pass
-        self.stop()
-        return None
+            return self._receive(self.seconds)
+        except (EOFError, OSError):  # a timeout is an OSError too
+            self.stop()
+            return None
 
     def stop(self) -> None:
         """End the process, whatever it is doing."""
@@ -140,11 +140,11 @@ class Helper:
         self.process.join()
         self.connection.close()
 
-    def _has_answer(self, seconds: float) -> bool:
-        try:
-            return self.connection.poll(seconds)
-        except OSError:
-            return False
+    def _receive(self, seconds: float) -> Any:
+        """What it sends next. TimeoutError when that takes longer; EOFError when it ended."""
+        if not self.connection.poll(seconds):
+            raise TimeoutError
+        return self.connection.recv()
 
 
 def _serve(connection: Connection) -> None:

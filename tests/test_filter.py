@@ -13,12 +13,14 @@ from test_stage_crash import die_at
 from test_traces import is_same
 from toy_traces import TINY, rows_of, run_filter, trace, write_traces
 
+from bench import filter_rate
 from data import filtered
 from data.common import TraceRecord
 from data.filter import STAGE, body
 from data.filtered import SPLITS, iter_rows
 from pipeline import manifest
 from pipeline.config import load_config
+from pipeline.results import read_result
 from pipeline.stage import DiskError, run_stage
 
 WORDS = [f"{start}{middle}{end}" for start in "bdfgklm" for middle in ("a", "e", "ir", "o") for end in "nrstpk"]
@@ -184,3 +186,13 @@ def test_killed_and_run_again_gives_the_same_files(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_killed_at_twenty_points_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_and_finished(tmp_path, monkeypatch, points=20)
+
+
+@pytest.mark.slow
+def test_the_bench_writes_what_it_measured(tmp_path: Path) -> None:
+    out = tmp_path / "rate.json"
+    assert filter_rate.main(["--rows", "1000", "--folder", str(tmp_path), "--out", str(out)]) == 0
+    (row,) = read_result(out)["rows"]
+    assert (row["rows_in"], row["prompts"], row["rows_kept"]) == (1000, 250, 1000)
+    assert 0 < row["index_mb"] < row["peak_memory_mb"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rate.json"]
