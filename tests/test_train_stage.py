@@ -118,6 +118,9 @@ def test_engine_decodes_with_a_trained_draft_named_in_the_config(done: Path) -> 
     request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=24))
     [plain], [drafted] = (Engine(target, each, k=2).generate([request]) for each in (None, draft))
     assert drafted.token_ids == plain.token_ids
+    by_path = dataclasses.replace(named, trained=None, model=str(done / "sft_kd"))
+    elsewhere = dataclasses.replace(config, models=dataclasses.replace(config.models, draft=by_path))
+    assert isinstance(load_draft(elsewhere, target, "cpu"), ModelDrafter)
     unknown = dataclasses.replace(named, trained="x")
     with pytest.raises(ValueError, match=r"expected one of train\.drafts: sft, sft_kd"):
         dataclasses.replace(config, models=dataclasses.replace(config.models, draft=unknown))
@@ -149,7 +152,9 @@ def test_on_policy_rounds_train_on_the_drafts_own_texts(root: Path) -> None:
     folder = train(tiny_config(*settings, "train.recipe.steps=4", "train.recipe.exact_every=0"))
     plain = json.loads((folder / "sft" / "provenance.json").read_text(encoding="utf-8"))
     assert plain["train"]["on_policy"]["rounds"] == 1
-    assert len(read_metrics(folder / "sft" / "metrics.jsonl")) == 4
+    first, second = (read_metrics(folder / "sft" / name) for name in ("round-0-metrics.jsonl", "metrics.jsonl"))
+    assert len(first) == len(second) == 4
+    assert second[0]["loss"] < first[0]["loss"], "the second round did not go on from the first"
 
 
 @pytest.mark.slow

@@ -3,8 +3,9 @@
     python -m train.train_draft --config configs/demo.yaml
 
 `<stage>/<draft>/` is a plain Hugging Face folder (with head_ids.json where the head is pruned), with provenance.json
-and metrics.jsonl. While the stage runs, corpora and checkpoints lie in a work folder: under SPEC_ARCHIVE_ROOT when that
-is set, so that every node of the training, and a node that continues it, reads them.
+and metrics.jsonl (of the last on-policy round; round-N-metrics.jsonl of those before). While the stage runs, corpora
+and checkpoints lie in a work folder: under SPEC_ARCHIVE_ROOT when that is set, so that every node of the training, and
+a node that continues it, reads them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Training:
             corpora.append(self._own_texts(draft, start, number))
             outcome = self._train(draft, start, corpora, number)
         self._export(draft, start, outcome, folder, self.config.models.dtype)
-        written = self._round(draft, self.config.train.on_policy.rounds)
+        rounds = self.config.train.on_policy.rounds
+        for number in range(rounds):
+            shutil.copyfile(self._round(draft, number) / METRICS, folder / f"round-{number}-{METRICS}")
+        written = self._round(draft, rounds)
         shutil.copyfile(written / METRICS, folder / METRICS)
         if (written / TENSORBOARD).is_dir():
             shutil.copytree(written / TENSORBOARD, folder / TENSORBOARD)
@@ -131,7 +135,7 @@ class Training:
 
         head = self.head
         if head is not None:
-            self.ctx.log(f"head of {len(head.ids)} tokens: {head.coverage:.2%} of the teacher's top-8 mass")
+            self.ctx.log(f"head of {len(head.ids)} tokens: {head.coverage:.2%} of the teacher's kept mass")
         folder = self.work / "start"
         if not folder.is_dir():
             write_start(self.config, head, self.tokenizer, folder)
