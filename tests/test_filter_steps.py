@@ -219,6 +219,8 @@ BENCH = [
     "Name three primary colours.",
     "Compute 3 + 5 + 7 + 9 + 11 + 13 + 15 + 17",
 ]
+SORT = "Sort these words by length, shortest first, and reply with nothing but them in one line"
+LETTERS = "(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o)"
 WRAPPER = "Please read the following question with care and answer it in one short and simple sentence: why "
 SOLUTION = (
     "On Tuesday she sells two times 12 = 24 loaves, so in both days together she sells 12 + 24 = 36 loaves in all."
@@ -231,9 +233,10 @@ def decontaminator() -> Decontaminator:
     prompts[0] = replace(
         prompts[0], reference="36", others=(SOLUTION, "Now say it again, but begin every word with an A.")
     )
+    prompts[1] = replace(prompts[1], reference=LETTERS)
     problem = {
         "role": "user",
-        "content": "Sort these words by length, shortest first, and reply with them: owl, giraffe",
+        "content": f"{SORT}: owl, giraffe",
     }
     prompts.append(Prompt(id="b/4", source="b", messages=[problem], verifier={"kind": "reasoning_gym"}))
     asks = ("is the sky blue", "do cats purr", "is ice slippery", "do leaves fall", "is gold heavy", "do stars twinkle")
@@ -252,23 +255,26 @@ def decontaminator() -> Decontaminator:
         (f"Before. {BENCH[0]} After.", "b/0"),
         ("she sells twice as many on Tuesday. How many loaves does she sell in both days?", "b/0"),
         ("A baker sells 12 loaves on Monday and twice as many on Sunday.", None),  # twelve words in a row
+        ("A baker sells 12 loaves on Monday and twice as many on Tuesday, he said.", "b/0"),  # thirteen
         ("A farmer picks 12 pears on Monday and twice as many on Tuesday. How many does he have?", None),
         (f"I say: {SOLUTION[20:]}", "b/0"),
         ("36", None),
         ("12 + 24 = 36", None),
+        (f"It is {LETTERS}.", None),
         ("A plumber drives 12 km, then 24 km: 12 + 24 = 36, 36 / 3 = 12, 12 + 24 = 36 and so on", None),
         ("how many POSITIVE divisors, does the number 196 ... have", "b/1"),
         ("Tell me: how many positive divisors does the number 196 have, and why?", "b/1"),
-        ("How many positive divisors does the number 195 have?", None),
+        ("How many positive divisors does the number 195 have?", None),  # seven words in a row
+        ("How many positive divisors does the number 196 hold?", "b/1"),  # eight
         ("name three PRIMARY colours", "b/2"),
         ("Name three primary colours and three others.", None),
         ("Compute 3 + 5 + 7 + 9 + 11 + 13 + 15 + 17", "b/3"),
         ("What then? Compute 3 + 5 + 7 + 9 + 11 + 13 + 15 + 17!", "b/3"),
         ("The odd numbers 5 + 7 + 9 + 11 + 13 + 15 + 17 add up to 77", None),
         ("Again but begin: now say it again but begin every word with an A", "b/0"),
-        ("Sort these words by length, shortest first, and reply with them: owl, giraffe", "b/4"),
-        ("So: sort these words by length, shortest first, and reply with them: owl, giraffe. Thanks", "b/4"),
-        ("Sort these words by length, shortest first, and reply with them: cow, giraffe", None),
+        (f"{SORT}: owl, giraffe", "b/4"),
+        (f"So: {SORT} -- OWL giraffe. Thanks", "b/4"),
+        (f"{SORT}: cow, giraffe", None),
         (f"{WRAPPER}me", None),
         (f"{WRAPPER}is me", None),  # three of the set go on like this
         (f"{WRAPPER}do cats purr", "b/11"),

@@ -134,6 +134,7 @@ HARMFUL = {
     "loops for ever": "while True: pass",
     "sleeps for ever": "import time; time.sleep(1000)",
     "allocates 10 GB": "x = bytearray(10 << 30)",
+    "allocates a little too much": "x = bytearray(600 << 20)",
     "writes a file": "open({victim!r}, 'w').write('x')",
     "removes a file": "import os; os.remove({victim!r})",
     "writes a large file": "open('a', 'wb').write(b'x' * (2 << 20))",
