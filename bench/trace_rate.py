@@ -5,7 +5,8 @@
 "stage" is everything between prompts and published shards (records, checks, parquet, hashes, fsync; shards that start
 with an empty engine); "raw" is one call of the backend's generate with all prompts and the same log-probabilities. The
 start of the engine is in neither. They take turns, there and back, in one process; the ratio of each pair is a reading.
-The ratio by the process's CPU time stands beside it: on a machine that others use it is the steadier one.
+Two numbers stand beside it, steadier on a machine that others use: the ratio by the process's CPU time, and the share
+of the stage's time that it spent outside the backend.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,12 @@ class Arms:
         self.items = all_items(config.traces)
         self.tracer = Tracer(config, self.items)
         self.samples = self.tracer.plan.samples(self.items)
+        self.inside_s = 0.0
         self.raw = self._raw_vllm if config.traces.backend == "vllm" else self._raw_engine
 
     def stage(self) -> int:
-        """A run of the stage, with the engine that is there; completion tokens."""
-        tokens = 0
+        """A run of the stage, with the engine that is there; completion tokens. `inside_s`: seconds in the backend."""
+        tokens, self.inside_s = 0, 0.0
 
         def body(ctx: StageContext) -> dict[str, Any]:
             nonlocal tokens
@@ -57,10 +59,25 @@ class Arms:
             tokens = counts["tokens"]
             return counts
 
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), self._timed_backend():
             folder = run_stage(STAGE, self.config, body)
         shutil.rmtree(folder.parent)
         return tokens
+
+    @contextlib.contextmanager
+    def _timed_backend(self) -> Iterator[None]:
+        backend: Any = self.tracer.backend
+        complete = backend.complete
+
+        def timed_complete(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            made = complete(*arguments)
+            self.inside_s += time.perf_counter() - began
+            return made
+
+        backend.complete = timed_complete
+        yield
+        backend.complete = complete
 
     def _raw_engine(self) -> int:
         backend: Any = self.tracer.backend
@@ -105,10 +122,12 @@ def measure(config: Config, repeats: int) -> list[dict[str, Any]]:
                 "shard_size": config.traces.shard_size,
                 "completions": len(arms.samples),
                 "tokens": rates["stage"].tokens,
+                "raw_tokens": rates["raw"].tokens,
                 "raw_tokens_per_s": round(rates["raw"].per_s, 3),
                 "stage_tokens_per_s": round(rates["stage"].per_s, 3),
                 "ratio": round(rates["stage"].per_s / rates["raw"].per_s, 4),
                 "cpu_ratio": round(rates["stage"].per_cpu_s / rates["raw"].per_cpu_s, 4),
+                "outside_share": round(1 - arms.inside_s * rates["stage"].per_s / rates["stage"].tokens, 4),
             }
         )
         print({key: value for key, value in rows[-1].items() if key != "target"}, file=sys.stderr)

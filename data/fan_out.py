@@ -23,6 +23,7 @@ from data.items import Shard
 from data.shards import read_notes, read_shard
 from data.worker import ShardWorker, Task
 from pipeline.files import sha256_file
+from pipeline.models import check_draft, resolve
 from pipeline.stage import StageContext
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class FanOut:
     def __init__(self, ctx: StageContext, shards: Sequence[Shard], progress: Progress) -> None:
         self.ctx, self.shards, self.progress = ctx, shards, progress
         self.workers = ctx.config.workers
+        check_draft(ctx.config.models)
+        resolve(ctx.config.models.target)  # fetched once, not by every worker
         self.exchange = Exchange.of_run(ctx.config.run, ctx.stage, ctx.shards.header["fingerprint"])
         self.executor = make_executor(ctx.config, f"{ctx.config.run}-{ctx.stage}", self.exchange.folder)
 

@@ -133,7 +133,7 @@ def check_prompts(config: Config) -> Finding:
         package = SOURCE_PACKAGES.get(kind)
         if package and package_version(package) is None:
             missing.append(f"the package {package}")
-        if kind == "jsonl":
+        if kind in ("jsonl", "parquet"):
             missing += _missing_file(rest)
     if missing:
         cost = "the stages that read these prompts cannot run"

@@ -233,8 +233,20 @@ def test_a_worker_ends_with_its_driver() -> None:
         check_driver(gone.pid)
 
 
-def test_a_preempted_worker_is_submitted_as_it_was() -> None:
-    assert ShardWorker().checkpoint("task").args == ("task",)
+def test_a_preempted_worker_is_submitted_as_it_was_and_makes_only_the_rest(data_root: Path) -> None:
+    config, folder = load_config(CONFIG, SMALL), data_root / "exchange"
+    folder.mkdir()
+    exchange = Exchange(folder=folder)
+    names = ("shard-00001.parquet", "shard-00004.parquet")
+    task = Task(
+        stage="01", number=0, config=config, shards=names, finished={}, exchange=folder, environment={}, driver=None
+    )
+    again = ShardWorker().checkpoint(task)
+    assert again.args == (task,)
+    assert ShardWorker()(task) == 2
+    exchange.forget(names[1])
+    assert again.function(*again.args) == 1
+    assert sorted(contents(folder)) == list(names)
 
 
 def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -140,8 +140,9 @@ def test_a_draft_that_numbers_tokens_otherwise_is_refused_before_a_token(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (draft / "tokenizer.json").write_text(json.dumps(tokens))
     monkeypatch.setattr(engine_backend, "load_target", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match="different tokenizers: 260 and 260 tokens, 2 differ, such as 'a'"):
-        run(f"models.draft={{model: {draft}}}")
+    for workers in (0, 2):
+        with pytest.raises(ValueError, match="different tokenizers: 260 and 260 tokens, 2 differ, such as 'a'"):
+            run(f"models.draft={{model: {draft}}}", f"workers.count={workers}")
     assert contents(data_root / "tiny" / STAGE.name) == {}
 
 
