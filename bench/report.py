@@ -21,7 +21,7 @@ from pipeline.results import read_result
 from pipeline.stage import data_root
 from pipeline.tables import to_markdown
 
-ENGINE_STAGES = ("04_bench_engine", "spec_bench", "gpu_check")
+ENGINE_STAGES = ("04_bench_engine", "spec_bench", "cpu_speed", "gpu_check")
 OUT = "RESULTS_ENGINE.md"
 CATEGORY_TABLES = {
     "speedup": "Speed against k = 0 of the same run, by category:",
@@ -30,6 +30,7 @@ CATEGORY_TABLES = {
     "tokens_per_s": "Tokens/s, by category:",
     "batch": "Batch, by category:",
 }
+SPEEDS = ("speedup", "tokens_per_s")
 INTRODUCTION = """\
 # Engine results
 
@@ -62,6 +63,8 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"- Device: {device['name']} ({device['kind']}, {device['count']})"
     yield f"- Versions: {versions}"
     yield from _pair_lines(result)
+    if (beside := max((row.get("jobs", 1) for row in result["rows"]), default=1)) > 1:
+        yield f"- {beside} processes measured side by side: acceptance holds, speeds do not and are left out"
     for title, table in _tables(result):
         yield f"\n{title}{to_markdown(table)}\n"
     if result["gates"]:
@@ -75,10 +78,14 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
 def _tables(result: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
     """(heading, table) of what was measured, gates aside."""
     if result["stage"] == "spec_bench":
+        beside = max(row.get("jobs", 1) for row in result["rows"])
         for name, title in CATEGORY_TABLES.items():
-            yield f"{title}\n\n", category_table(result, name)
+            if beside == 1 or name not in SPEEDS:
+                yield f"{title}\n\n", category_table(result, name)
     elif result["stage"] == "gpu_check":
         yield "Captured rounds against eager ones, tiny models:\n\n", plain_table(result)
+    elif result["stage"] == "cpu_speed":
+        yield "Ratios of one run, and what they should be:\n\n", plain_table(result)
     else:
         yield "", speed_table(result)
 

@@ -7,6 +7,8 @@ The file is JSONL with a `category` in each row; of a conversation the first tur
 variant decodes the same requests, in turn there and back (bench/measure.py says how throughput is measured); the batch
 is at most a quarter of a category's prompts, so that slots can be refilled. --jobs shares the categories out among
 processes, which a GPU that waits for its host allows: a category's variants are all measured in one of them.
+Acceptance is then what it is in one process; speeds are not, as the processes slow each other down, more at the
+beginning than at the end: the report leaves them out.
 """
 
 from __future__ import annotations
@@ -104,11 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--jobs", type=int, default=1, help="processes that share out the categories (default 1)")
     parser.add_argument("--categories", help="only these, separated by commas")
+    parser.add_argument("--limit", type=int, help="the first prompts of each category (default: all)")
     args = parser.parse_args(argv)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         config = load_config(args.config, args.set)
         categories = chosen(prompts_by_category(args.prompts), args.categories)
+        categories = {name: prompts[: args.limit] for name, prompts in categories.items()}
     except (ValueError, OSError) as error:
         print(f"bench.spec_bench: {error}", file=sys.stderr)
         return 2
@@ -155,7 +159,7 @@ def _side_by_side(args: argparse.Namespace, categories: dict[str, Any], run: str
             command += [word for assignment in args.set for word in ("--set", assignment)]
             for name in ("batch", "max_tokens", "temperature"):
                 command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-            command += ["--categories", ",".join(share)]
+            command += ["--categories", ",".join(share)] + (["--limit", str(args.limit)] if args.limit else [])
             processes.append(subprocess.Popen([sys.executable, "-m", "bench.spec_bench", *command]))
         while any(process.poll() is None for process in processes):
             time.sleep(1)
@@ -167,10 +171,12 @@ def _side_by_side(args: argparse.Namespace, categories: dict[str, Any], run: str
 
 
 def _merge(out: str, parts: Sequence[Path], order: list[str], run: str, started: str) -> None:
-    measured = [one for part in parts if part.exists() for one in read_result(part)["rows"]]
+    found = [read_result(part) for part in parts if part.exists()]
+    measured = [one | {"jobs": len(parts)} for result in found for one in result["rows"]]
     measured.sort(key=lambda one: order.index(one["prompt_set"]))
-    if measured:
-        write_result(out, stage="spec_bench", run=run, rows=measured, gates={}, started=started)
+    if found:
+        device = found[0]["device"]
+        write_result(out, stage="spec_bench", run=run, rows=measured, gates={}, started=started, device=device)
 
 
 def _line(one: dict[str, Any]) -> str:

@@ -51,8 +51,10 @@ def write_result(
     gates: Mapping[str, Mapping[str, Any]],
     started: str,
     command: str | None = None,
+    device: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a result atomically and return it. ValueError, and no file, when a value is not of the schema."""
+    """Write a result atomically and return it; device: where it was measured when not by this process. ValueError, and
+    no file, when a value is not of the schema."""
     result = {
         "schema": SCHEMA,
         "stage": stage,
@@ -60,7 +62,7 @@ def write_result(
         "command": command_line() if command is None else command,
         "git": git_revision(),
         "versions": manifest.package_versions(),
-        "device": manifest.device(),
+        "device": dict(device or manifest.device()),
         "started": started,
         "rows": [without_nan(dict(row)) for row in rows],
         "gates": {name: without_nan(dict(record)) for name, record in gates.items()},

@@ -7,6 +7,7 @@ does not.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from specdec.lookup import LookupDrafter
 
@@ -105,15 +106,19 @@ class SuffixDrafter(LookupDrafter):
 
     def guess(self, row: int, tokens: Sequence[int], k: int) -> list[int]:
         """The path with the largest expected number of accepted tokens, taking the shares as acceptance."""
-        longest_of_own, longest_of_past = self._own[row][1][:_CANDIDATES], self._in_past[row][:_CANDIDATES]
-        candidates = (*longest_of_own, *longest_of_past)
         best: list[int] = []
         best_value = 0.0
-        for node in candidates:
+        for node in (*self._candidates(self._own[row][1], k), *self._candidates(self._in_past[row], k)):
             path, value = self._follow(node, k)
             if value > best_value:
                 best, best_value = path, value
         return best
+
+    def _candidates(self, matches: list[Node], k: int) -> list[Node]:
+        """The longest matches that something followed and under which the tree still holds k tokens. (The longest
+        suffixes of all are new paths nearly always: taking those finds nothing where a shorter one repeats.)"""
+        deep_enough = matches[-max(1, self.depth - k) :]
+        return list(islice((node for node in deep_enough if node.children), _CANDIDATES))
 
     def _follow(self, node: Node, k: int) -> tuple[list[int], float]:
         path: list[int] = []

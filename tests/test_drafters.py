@@ -183,6 +183,21 @@ def test_suffix_counts_paths_and_prefers_the_frequent_continuation() -> None:
     assert unsure.guess(0, text, 4) == []
 
 
+def test_suffix_finds_a_repetition_shorter_than_its_depth() -> None:
+    """The longest suffixes of a text are new paths; a drafter that looked at those alone proposed nothing until a text
+    repeated itself for nearly as long as the tree is deep."""
+    text = [*range(100, 140), 1, 2, 3, 4, 5, 6, 7, *range(140, 180), 1, 2, 3]
+    drafter = SuffixDrafter()
+    drafter.start(0, text)
+    assert drafter.guess(0, text, 4) == [4, 5, 6, 7]
+    drafter.finish(0)
+    drafter.start(1, [50, 60, 1, 2])
+    assert drafter.guess(1, [50, 60, 1, 2], 3) == []  # the prompt of a finished request is not remembered
+    long = [*range(200, 230)] * 2
+    drafter.start(2, long)
+    assert drafter.guess(2, long, 8) == list(range(200, 208))  # a match as deep as the tree leaves no room for drafts
+
+
 def test_suffix_tree_counts_equal_a_naive_count() -> None:
     text = torch.randint(0, 4, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     tree, ends = SuffixTree(5), []
