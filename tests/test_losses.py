@@ -144,6 +144,19 @@ def test_least_of_the_tailed_kl_has_the_teachers_top_and_that_of_the_renormalise
     assert (1 - biased.gather(1, targets.top_ids_nK).sum(-1)).max() < 0.05 * targets.tail_n.max()
 
 
+def test_cross_entropy_is_that_of_torch() -> None:
+    log_p, draft = laws()
+    first, second = draft.clone().requires_grad_(), draft.clone().requires_grad_()
+    targets = top_targets(log_p, KEPT)
+    loss = token_losses(first, targets, [LossTerm(name="ce")])["ce"]
+    expected = functional.cross_entropy(second, targets.token_n, reduction="none")
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    loss.sum().backward()
+    expected.sum().backward()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, second.grad, rtol=1e-9, atol=1e-9)
+
+
 def test_cross_entropy_leaves_out_tokens_without_a_column() -> None:
     _, draft = laws()
     head_ids = [0, 2, 4, 6]

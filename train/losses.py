@@ -64,12 +64,14 @@ class Targets:
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
     """Both laws over K + 1 buckets, the last one "rest". `reachable_nb` is False where the head lacks the token;
-    there `log_q_nb` is meaningless. `log_p_nb` is floored, `p_nb` is not."""
+    there `log_q_nb` is meaningless. `log_p_nb` is floored, `p_nb` is not. `log_total_n`, where it is known, is the logsumexp
+    of the draft's logits."""
 
     p_nb: Tensor
     log_p_nb: Tensor
     log_q_nb: Tensor
     reachable_nb: Tensor
+    log_total_n: Tensor | None = None
 
     @property
     def reachable_p_nb(self) -> Tensor:
@@ -96,26 +98,35 @@ def make_buckets(logits_nN: Tensor, targets: Targets, columns_V: Tensor | None =
     """Both laws in buckets. `columns_V` as from `head_columns`; None for a head over all ids. logits in float32."""
     num_columns = logits_nN.shape[-1]
     columns_nK = targets.top_ids_nK if columns_V is None else columns_V[targets.top_ids_nK]
-    reachable_nK = columns_nK < num_columns
-    padded_nM = functional.pad(logits_nN, (0, 1), value=_MASKED)
-    total_n1 = logits_nN.logsumexp(-1, keepdim=True)
-    rest_n1 = padded_nM.scatter(1, columns_nK, _MASKED).logsumexp(-1, keepdim=True)
-    log_q_nb = torch.cat([padded_nM.gather(1, columns_nK), rest_n1], -1) - total_n1
+    # One masked column more stands for tokens that the head lacks; a whole head needs no copy for it
+    logits_nM = logits_nN if columns_V is None else functional.pad(logits_nN, (0, 1), value=_MASKED)
+    top_nK = logits_nM.gather(1, columns_nK)
+    rest_n1 = logits_nM.scatter(1, columns_nK, _MASKED).logsumexp(-1, keepdim=True)
+    # Not by another pass over the logits, and not rest = total - top, which cancels when the top is nearly all
+    total_n1 = torch.logaddexp(rest_n1, top_nK.logsumexp(-1, keepdim=True))
+    log_q_nb = torch.cat([top_nK, rest_n1], -1) - total_n1
     tail_n1 = targets.tail_n[:, None]
     log_p_nb = torch.cat([targets.top_logprobs_nK, tail_n1.log()], -1)
     return Buckets(
         p_nb=torch.cat([targets.top_logprobs_nK.exp(), tail_n1], -1),
         log_p_nb=log_p_nb.clamp_min(_LOG_FLOOR),
         log_q_nb=log_q_nb.clamp_min(_LOG_FLOOR),
-        reachable_nb=functional.pad(reachable_nK, (0, 1), value=True),
+        reachable_nb=functional.pad(columns_nK < num_columns, (0, 1), value=True),
+        log_total_n=total_n1.squeeze(-1),
     )
 
 
-def cross_entropy(logits_nN: Tensor, token_n: Tensor, columns_V: Tensor | None = None) -> Tensor:
-    """[n]: -log q(token); 0 for a token that the head lacks."""
+def cross_entropy(
+    logits_nN: Tensor, token_n: Tensor, columns_V: Tensor | None = None, log_total_n: Tensor | None = None
+) -> Tensor:
+    """[n]: -log q(token); 0 for a token that the head lacks. `log_total_n`, where it is known, is the logits'
+    logsumexp."""
+    if log_total_n is None:
+        log_total_n = logits_nN.logsumexp(-1)
     column_n = token_n if columns_V is None else columns_V[token_n]
-    ignored = logits_nN.shape[-1]
-    return functional.cross_entropy(logits_nN, column_n, ignore_index=ignored, reduction="none")
+    is_there_n = column_n < logits_nN.shape[-1]
+    logit_n = logits_nN.gather(1, (column_n * is_there_n)[:, None]).squeeze(1)
+    return (log_total_n - logit_n) * is_there_n
 
 
 def forward_kl(buckets: Buckets) -> Tensor:
@@ -203,7 +214,7 @@ def token_losses(
     values = {}
     for term in terms:
         if term.name == "ce":
-            values["ce"] = cross_entropy(logits_nN, targets.token_n, columns_V)
+            values["ce"] = cross_entropy(logits_nN, targets.token_n, columns_V, buckets.log_total_n)
         elif term.name == "jsd":
             values["jsd"] = jensen_shannon(buckets, term.beta)
         else:
