@@ -64,8 +64,8 @@ class Targets:
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
     """Both laws over K + 1 buckets, the last one "rest". `reachable_nb` is False where the head lacks the token;
-    there `log_q_nb` is meaningless. `log_p_nb` is floored, `p_nb` is not. `log_total_n`, where it is known, is the logsumexp
-    of the draft's logits."""
+    there `log_q_nb` is meaningless. `log_p_nb` is floored, `p_nb` is not. `log_total_n`, where it is known, is the
+    logsumexp of the draft's logits."""
 
     p_nb: Tensor
     log_p_nb: Tensor
