@@ -1,6 +1,6 @@
 # `make help` lists the targets. Every target that runs Python first makes .venv when it is missing or outdated.
 .DEFAULT_GOAL := help
-.PHONY: help demo all test test-all lint format clean venv
+.PHONY: help demo chat all test test-all lint format clean venv
 SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
@@ -22,6 +22,9 @@ help:  ## list the targets
 
 demo: $(STAMP)  ## decode a real small model on this machine, with and without speculation: table and gates
 	@scripts/run_pipeline.sh --local --config configs/demo.yaml
+
+chat: $(STAMP)  ## talk to the demo's model on this machine; accepted draft tokens are green
+	@scripts/chat.sh
 
 all: $(STAMP)  ## run every stage of CONFIG (configs/demo.yaml) in order, under SPEC_DATA_ROOT
 	@scripts/run_pipeline.sh --config $(CONFIG)

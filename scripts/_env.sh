@@ -23,5 +23,13 @@ if ! "$SPEC_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 2
 fi
 
+# For what runs on one machine: without SPEC_DATA_ROOT, .spec_data/ in the checkout.
+use_local_data_root() {
+    if [ -z "${SPEC_DATA_ROOT:-}" ]; then
+        export SPEC_DATA_ROOT="$SPEC_CHECKOUT/.spec_data"
+        mkdir -p "$SPEC_DATA_ROOT"
+    fi
+}
+
 export SPEC_CHECKOUT SPEC_PYTHON
 export PYTHONPATH="$SPEC_CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"

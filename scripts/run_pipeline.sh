@@ -38,10 +38,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-if [ -n "$local" ] && [ -z "${SPEC_DATA_ROOT:-}" ]; then
-    export SPEC_DATA_ROOT="$SPEC_CHECKOUT/.spec_data"
-    mkdir -p "$SPEC_DATA_ROOT"
-fi
+[ -z "$local" ] || use_local_data_root
 
 run_stage() {
     case $1 in

