@@ -183,6 +183,9 @@ def test_the_exchange_counts_only_whole_shards(tmp_path: Path) -> None:
     exchange.put(tmp_path / ".tmp-1-a", record)
     assert (tmp_path / "a").read_bytes() == b"whole"
     assert exchange.record("a") == record
+    (tmp_path / "a").rename(tmp_path / "gone")
+    assert exchange.record("a") is None, "somebody deleted the file"
+    (tmp_path / "gone").rename(tmp_path / "a")
     exchange.forget("a")
     assert exchange.record("a") is None
     assert list(tmp_path.iterdir()) == []
