@@ -18,6 +18,7 @@ from train_worker import RECIPE, STOP
 from train.metrics import read_metrics
 from train.trainer import Outcome, Trainer
 
+pytestmark = pytest.mark.slow  # both processes import everything: about 25 s on two quiet cores
 TESTS = Path(__file__).resolve().parent
 PROCESSES = 2
 
