@@ -25,11 +25,10 @@ class Lengths:
         if not (isinstance(k_max, int) and k_max >= 0) or (isinstance(chooser, int) and not 0 <= chooser <= k_max):
             raise ValueError(f"k is {chooser!r} and k_max {k_max!r}; expected whole numbers with 0 <= k <= k_max")
         self._chooser = chooser
+        # Asked once: a protocol's isinstance looks at every method, which is slow beside a round of a small model.
+        self.controller = chooser if isinstance(chooser, Controller) else None
+        self._per_row = chooser if isinstance(chooser, PerRow) else None
         self.k_max = k_max
-
-    @property
-    def controller(self) -> Controller | None:
-        return self._chooser if isinstance(self._chooser, Controller) else None
 
     def choose(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
         """Each row's draft length for the coming round."""
@@ -43,10 +42,11 @@ class Lengths:
         chooser = self._chooser
         if isinstance(chooser, int):
             return [chooser] * len(slots)
-        if isinstance(chooser, PerRow):
-            return chooser.choose_rows([slot.ticket for slot in slots])
-        if isinstance(chooser, Controller):
-            return [chooser.choose(len(slots))] * len(slots)
+        if self._per_row is not None:
+            return self._per_row.choose_rows([slot.ticket for slot in slots])
+        if self.controller is not None:
+            return [self.controller.choose(len(slots))] * len(slots)
+        assert callable(chooser)
         return [chooser(last_round)] * len(slots)
 
     def inform(
@@ -58,11 +58,11 @@ class Lengths:
         lags: Sequence[int],
     ) -> None:
         """What the round did, to a controller. lags: tokens by which each row's draft is behind now."""
-        if isinstance(self._chooser, PerRow):
+        if self._per_row is not None:
             rows = [
                 RowRound(row=slot.ticket, k=k, reached=r.reached + r.lacking, accepted=r.accepted, lag=lag)
                 for slot, r, k, lag in zip(slots, reports, lengths, lags, strict=True)
             ]
-            self._chooser.observe_rows(last_round, rows)
-        elif isinstance(self._chooser, Controller):
-            self._chooser.observe(last_round)
+            self._per_row.observe_rows(last_round, rows)
+        elif self.controller is not None:
+            self.controller.observe(last_round)
