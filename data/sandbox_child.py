@@ -52,6 +52,7 @@ def wait_in_parent(libc: ctypes.CDLL) -> None:
         os.waitpid(child, 0)
         os._exit(0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()  # os.kill(0, ...) would reach the parent, which is in no namespace, through the group they shared
 
 
 def make_read_only(libc: ctypes.CDLL, folder: str) -> None:
