@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline import models
 from pipeline.config import Config
 from pipeline.stage import data_root
-from specdec.pruned import is_pruned, load_pruned
+from train.evaluation import drafter_of
 
 
 def load_draft(config: Config, target: Any, device: str, dtype: str | None = None) -> Any:
@@ -23,12 +21,7 @@ def load_draft(config: Config, target: Any, device: str, dtype: str | None = Non
         return models.load_draft(config.models, target, device, dtype)
     folder = trained_folder(config) if draft.trained is not None else models.draft_folder(config.models)
     models.check_draft_folder(config.models, folder)
-    kind = getattr(torch, dtype or config.models.dtype)
-    if is_pruned(folder):
-        return load_pruned(
-            folder, target_size=target.get_output_embeddings().weight.shape[0], dtype=kind, device=device
-        )
-    return models.load_folder(folder, device, dtype or config.models.dtype)
+    return drafter_of(folder, target, device, dtype or config.models.dtype)
 
 
 def trained_folder(config: Config) -> Path:

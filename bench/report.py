@@ -8,7 +8,7 @@ The same files give the same text, whatever the order they are named in.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([INTRODUCTION, *(line for name, result in ours for line in _section(name, result))])
 
 
-def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+def heading(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured where, when and by which command."""
     device = result["device"]
     versions = ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items()))
     yield f"## {result['stage']}: {result['run']}\n"
@@ -62,6 +63,10 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"- Started {result['started']}, commit {result['git']}"
     yield f"- Device: {device['name']} ({device['kind']}, {device['count']})"
     yield f"- Versions: {versions}"
+
+
+def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    yield from heading(name, result)
     yield from _pair_lines(result)
     if (beside := max((row.get("jobs", 1) for row in result["rows"]), default=1)) > 1:
         yield f"- {beside} processes measured side by side: acceptance holds, speeds do not and are left out"
@@ -100,12 +105,18 @@ def _pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"- Repeats: {repeats}{interval}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="bench.report", description=(__doc__ or "").split("\n")[0])
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    render: Callable[[Mapping[str, Mapping[str, Any]]], str] = render,
+    out_name: str = OUT,
+    prog: str = "bench.report",
+) -> int:
+    """The command line of a page; the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description=f"Write {out_name} from result files.")
     parser.add_argument("--results", nargs="+", default=[], metavar="PATH", help="result files")
     parser.add_argument("--config", help="take every result of this experiment's run under SPEC_DATA_ROOT")
-    parser.add_argument("--out", help=f"default: {OUT} here, or in the run's folder with --config")
+    parser.add_argument("--out", help=f"default: {out_name} here, or in the run's folder with --config")
     arguments = parser.parse_args(argv)
     try:
         if not (arguments.results or arguments.config):
@@ -114,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = [Path(path) for path in arguments.results] or sorted(folder.glob("*/result.json"))
         text = render({_short_name(path): read_result(path) for path in paths})
     except ValueError as error:
-        print(f"bench.report: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    out = Path(arguments.out) if arguments.out else folder / OUT
+    out = Path(arguments.out) if arguments.out else folder / out_name
     files.write_atomic(out, text)
     print(f"{out}: {len(paths)} result files")
     return 0

@@ -128,7 +128,8 @@ def check_hf_home() -> Finding:
 def check_prompts(config: Config) -> Finding:
     """Packages and files that the config's prompt sources need."""
     missing = []
-    for prompts in (*config.traces.prompts, *config.bench_engine.prompts):
+    sources = (*config.traces.prompts, *config.bench_draft.prompts, *config.bench_engine.prompts)
+    for prompts in sources:
         kind, _, rest = prompts.source.partition(":")
         package = SOURCE_PACKAGES.get(kind)
         if package and package_version(package) is None:
@@ -138,8 +139,7 @@ def check_prompts(config: Config) -> Finding:
     if missing:
         cost = "the stages that read these prompts cannot run"
         return error("prompts", "; ".join(dict.fromkeys(missing)), cost)
-    names = dict.fromkeys(prompts.name for prompts in (*config.traces.prompts, *config.bench_engine.prompts))
-    return ok("prompts", ", ".join(names))
+    return ok("prompts", ", ".join(dict.fromkeys(prompts.name for prompts in sources)))
 
 
 def check_config(path: Path, overrides: Sequence[str]) -> list[Finding]:

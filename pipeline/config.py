@@ -170,6 +170,27 @@ class BenchEngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchDraftConfig:
+    """Stage 03's evaluation: acceptance, by the engine at temperatures 0 and 1, of the draft that training starts from
+    and of each trained one, on up to `heldout` prompts that the filter held out and on the sets of `prompts`, which
+    are out of domain. `k` tokens are drafted a round."""
+
+    prompts: tuple[PromptSource, ...] = ()
+    heldout: int = _count(default=16)
+    k: int = _count(default=8)
+    batch: int = _count(default=8)
+    max_tokens: int = _count(default=64)
+    seed: int = _count(0, default=0)
+
+    def __post_init__(self) -> None:
+        if self.prompts:
+            _check_prompts(self.prompts)
+
+
+DEFAULT_BENCH_DRAFT = BenchDraftConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment. Results go to $SPEC_DATA_ROOT/<run>/<stage>/."""
 
@@ -178,6 +199,7 @@ class Config:
     traces: TracesConfig
     filter: FilterConfig = FilterConfig()
     train: TrainConfig = DEFAULT_TRAIN
+    bench_draft: BenchDraftConfig = DEFAULT_BENCH_DRAFT
     bench_engine: BenchEngineConfig
     workers: WorkersConfig = WorkersConfig()
 

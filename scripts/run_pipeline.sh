@@ -49,7 +49,9 @@ run_stage() {
 }
 
 report() {
-    "$SPEC_PYTHON" -P -m bench.report --config "$config" && "$SPEC_PYTHON" -P -m bench.gates --config "$config"
+    "$SPEC_PYTHON" -P -m bench.report --config "$config" &&
+        "$SPEC_PYTHON" -P -m bench.training_report --config "$config" &&
+        "$SPEC_PYTHON" -P -m bench.gates --config "$config"
 }
 
 # A number is enough for --from: 04 means 04_bench_engine.

@@ -3,11 +3,12 @@ demanded."""
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from bench import gates, report
+from bench import gates, report, training_report
 from bench.tables import gate_table, to_text
 from pipeline import results
 from pipeline.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
@@ -168,12 +169,13 @@ def test_report_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
     assert "--results" in capsys.readouterr().err
 
 
-def test_committed_report_is_what_the_committed_results_give() -> None:
-    """RESULTS_ENGINE.md was never edited by hand, and no result was replaced without it."""
-    page, paths = ROOT / report.OUT, sorted((ROOT / "results").glob("*.json"))
-    assert page.exists() == bool(paths)
+@pytest.mark.parametrize("page", [report, training_report])
+def test_committed_report_is_what_the_committed_results_give(page: ModuleType) -> None:
+    """A page of results was never edited by hand, and no result was replaced without it."""
+    found, paths = ROOT / page.OUT, sorted((ROOT / "results").glob("*.json"))
+    assert found.exists() == bool(paths)
     if paths:
-        assert page.read_text() == report.render({f"results/{path.name}": read_result(path) for path in paths})
+        assert found.read_text() == page.render({f"results/{path.name}": read_result(path) for path in paths})
 
 
 def test_tables_align_and_escape() -> None:

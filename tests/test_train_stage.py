@@ -23,6 +23,7 @@ from data.filtered import iter_rows
 from pipeline import manifest
 from pipeline.config import Config, load_config
 from pipeline.models import load_target, load_tokenizer, revision
+from pipeline.results import read_result
 from pipeline.stage import StaleError, run_stage
 from specdec import Engine, Request, SamplingParams
 from specdec.drafter import ModelDrafter
@@ -262,3 +263,19 @@ def test_an_empty_filter_output_is_refused(root: Path, tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(ValueError, match=r"no train-\*\.parquet"):
         build_corpora(config, root / "tiny" / "02_filter", "", None, tmp_path / "work")
+
+
+def test_stage_measures_its_drafts_beside_the_start(root: Path) -> None:
+    """Rows for start and drafts in domain and on the config's sets, a gate, and no new measurement on the next run."""
+    folder = train(tiny_config())
+    result = read_result(folder / "result.json")
+    assert [row["loss"] for row in result["rows"]] == ["stock", *DRAFTS] * 3
+    assert [row["in_domain"] for row in result["rows"]] == [1] * 3 + [0] * 6
+    for row in result["rows"]:
+        assert len(row["alpha_by_position_t1"]) == len(row["tokens_by_k_t1"]) == 3
+        assert row["tokens_trained"] == 0 if row["loss"] == "stock" else row["tokens_trained"] > 0
+    assert result["gates"]["G3"]["state"] in ("pass", "fail")
+    assert result["gates"]["G3"]["value"] is not None
+    before = (folder / "result.json").stat().st_mtime_ns
+    assert train(tiny_config()) == folder
+    assert (folder / "result.json").stat().st_mtime_ns == before

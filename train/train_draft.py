@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 STAGE = Stage(
     name="03_train_draft",
-    version=1,
-    sections=("models.target", "models.dtype", "train"),
+    version=2,
+    sections=("models.target", "models.dtype", "train", "bench_draft"),
     inputs=("02_filter",),
     free_bytes=1 << 30,
 )
 PLOT = "training.png"
+RESULT = "result.json"
 
 
 class TrainStage:
@@ -48,6 +49,9 @@ class TrainStage:
         for draft in ctx.config.train.drafts:
             ctx.check_stop()
             ctx.publish_folder(draft.name, partial(training.make, draft))
+        if RESULT not in ctx.shards:
+            ctx.check_stop()
+            training.publish_result()
         summary = finish(ctx)
         shutil.rmtree(training.work, ignore_errors=True)
         return summary
@@ -81,6 +85,27 @@ class Training:
         shutil.copyfile(written / METRICS, folder / METRICS)
         if (written / TENSORBOARD).is_dir():
             shutil.copytree(written / TENSORBOARD, folder / TENSORBOARD)
+
+    def publish_result(self) -> None:
+        """Measure every draft beside the start, and write result.json with gate G3."""
+        from pipeline.results import read_result, write_result
+        from train.evaluate import g3_gate, line
+        from train.evaluation import evaluate
+        from train.metrics import METRICS, read_metrics
+
+        ctx, folders = self.ctx, {draft.name: self.ctx.folder / draft.name for draft in self.config.train.drafts}
+        tokens = {name: sum(row["tokens"] for row in read_metrics(path / METRICS)) for name, path in folders.items()}
+        found = evaluate(
+            self.config, self.start, folders, ctx.input("02_filter"), self.tokenizer, check_stop=ctx.check_stop
+        )
+        rows = [row | {"tokens_trained": tokens.get(row["loss"], 0)} for row in found]
+        gates = {"G3": g3_gate(rows)}
+        started = str(ctx.shards.header["started"])
+        write_result(ctx.tmp(RESULT), stage=ctx.stage, run=ctx.config.run, rows=rows, gates=gates, started=started)
+        ctx.publish(ctx.tmp(RESULT), RESULT, validate=read_result, rows=len(rows))
+        for row in rows:
+            ctx.log(line(row))
+        ctx.log(f"G3 {gates['G3']['state']}: {gates['G3']['reason']}")
 
     def _train(self, draft: TrainedDraft, start: Path, corpora: Sequence[Path], number: int) -> Outcome:
         from train.job import Job, run_job
