@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from data.items import Shard
     from data.shards import ShardNotes
 
-STAGE = Stage(name="01_gen_traces", version=2, sections=("models", "traces"))
+STAGE = Stage(name="01_gen_traces", version=2, sections=("models.target", "models.dtype", "traces"))
 SKIPPED_SHOWN = 20
 
 

@@ -264,3 +264,14 @@ def test_a_finished_stage_answers_without_torch(data_root: Path) -> None:
     code += f"assert stage_main(g.STAGE, g.body, ['--config', {str(CONFIG)!r}]) == 0; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_another_draft_leaves_the_traces_as_they_are(data_root: Path) -> None:
+    """They are the target's; a change of dtype is one of the traces."""
+    small = ["traces.prompts.0.limit=2"]
+    folder = run_stage(STAGE, load_config(CONFIG, small), body)
+    before = (folder / "done.json").stat().st_mtime_ns
+    run_stage(STAGE, load_config(CONFIG, [*small, "models.draft.keep_layers=1"]), body)
+    assert (folder / "done.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"models\.dtype"):
+        run_stage(STAGE, load_config(CONFIG, [*small, "models.dtype=float64"]), body)
