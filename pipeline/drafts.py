@@ -66,10 +66,20 @@ def completed(folder: Path, resolve: Callable[[str], Path]) -> Path:
     if not (folder / BORROWS).is_file():
         return folder
     lender, names = _read_borrows(folder / BORROWS)
-    own = weights.weight_files(folder)
-    state = {path.name: files.sha256_file(path) for path in [*own, folder / BORROWS]}
-    name = f"{folder.resolve().name}-{files.sha256_json(state)[:12]}"
-    return local_models.make_once(name, lambda tmp: _complete(folder, resolve(lender), names, tmp))
+    return local_models.make_once(_made_name(folder), lambda tmp: _complete(folder, resolve(lender), names, tmp))
+
+
+def find_completed(folder: Path) -> Path | None:
+    """What `completed` gives, if it need not be made first; else None."""
+    if not (folder / BORROWS).is_file():
+        return folder
+    made = local_models.models_root(create=False) / _made_name(folder)
+    return made if made.is_dir() else None
+
+
+def _made_name(folder: Path) -> str:
+    state = {path.name: files.sha256_file(path) for path in [*weights.weight_files(folder), folder / BORROWS]}
+    return f"{folder.resolve().name}-{files.sha256_json(state)[:12]}"
 
 
 def _read_borrows(path: Path) -> tuple[str, list[str]]:

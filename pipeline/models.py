@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline import gguf_models, local_models, tiny, weights
 from pipeline.config import DraftConfig, ModelsConfig, expand_env
-from pipeline.drafts import check_pair, completed, keep_layers, save_draft
+from pipeline.drafts import check_pair, completed, find_completed, keep_layers, save_draft
 from pipeline.schema import nearest
 
 __all__ = ["ModelSource", "check_draft", "check_pair", "find", "keep_layers", "load_draft", "load_target",
@@ -80,7 +80,7 @@ def find(name: str) -> Path | None:
     """The model's folder if it is here already; None if `resolve` would have to fetch or make it. Never downloads."""
     source = ModelSource.parse(name)
     if source.kind == "folder":
-        return Path(source.name)
+        return find_completed(Path(source.name))
     if source.kind == "hub":
         try:
             return _snapshot(source.name, local=True)

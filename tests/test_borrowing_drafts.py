@@ -43,8 +43,10 @@ def borrower(lender: Path, tmp_path: Path) -> Path:
 
 
 def test_completed_once_with_the_lenders_tensors_and_tokenizer(lender: Path, borrower: Path) -> None:
+    assert models.find(str(borrower)) is None
     folder = models.resolve(str(borrower))
     assert folder != borrower
+    assert models.find(str(borrower)) == folder
     assert models.resolve(str(borrower)) == folder
     ids = torch.arange(12).unsqueeze(0)
     target = AutoModelForCausalLM.from_pretrained(lender)
