@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from data.items import Shard
     from data.shards import ShardNotes
 
-STAGE = Stage(name="01_gen_traces", version=2, sections=("models.target", "models.dtype", "traces"))
+STAGE = Stage(name="01_gen_traces", version=3, sections=("models.target", "models.dtype", "traces"))
 SKIPPED_SHOWN = 20
 
 
@@ -119,6 +119,10 @@ def summary(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
     }
     for line in _skipped_lines(notes):
         ctx.log(line)
+    if not counts["rows"]:
+        raise ValueError(
+            f"no completion was made: all {counts['skipped']} prompts were skipped; give others, see above"
+        )
     ctx.log(
         f"{counts['rows']} completions, {tokens} tokens, {size} bytes on disk: "
         f"{counts['bytes_per_token']} bytes a token; {counts['skipped']} skipped"

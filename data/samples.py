@@ -61,6 +61,11 @@ class SamplePlan:
 
     def _encode(self, teacher: Teacher, prompt: Prompt) -> None:
         room = teacher.context - self.traces.max_tokens
+        if room < 1:
+            raise ValueError(
+                f"traces.max_tokens: got {self.traces.max_tokens}, expected less than the {teacher.context} tokens of "
+                "the target's context, which hold the prompt too"
+            )
         try:
             ids = encode_prompt(teacher.tokenizer, prompt.messages, self.traces.thinking)
         except TemplateError as error:

@@ -78,18 +78,23 @@ class Scorer:
             raise ValueError(f"token id {largest}, expected ids below {self.vocab_size}: of another tokenizer?")
         return _Encoded(text=text, prompt_ids=prompt, completion_ids=completion)
 
+    def _words(self, ids: list[int]) -> str:
+        """A prompt of ids alone as text: by it the filter finds benchmarks and repetitions."""
+        return str(self.teacher.tokenizer.decode(ids, skip_special_tokens=True))
+
     def _record(self, encoded: _Encoded, law: TokenLogprobs) -> TraceRecord:
         """Sampling parameters are what the row says of them; without: the raw law, temperature 1 and top_p 1."""
         text = encoded.text
+        messages = text.messages or [{"role": "user", "content": self._words(encoded.prompt_ids)}]
         has_ended = encoded.completion_ids[-1] in self.teacher.stop_ids
         return TraceRecord(
-            prompt_id=text.id,
+            prompt_id=text.prompt_id,
             source=text.source,
-            messages=json.dumps(text.messages, ensure_ascii=False),
+            messages=json.dumps(messages, ensure_ascii=False),
             reference=text.reference,
             verifier=None,
             prompt_ids=np.asarray(encoded.prompt_ids, dtype=np.int32),
-            completion=0,
+            completion=text.index,
             completion_ids=np.asarray(encoded.completion_ids, dtype=np.int32),
             token_logprob=law.token_logprob,
             top_ids=law.top_ids,

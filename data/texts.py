@@ -3,29 +3,43 @@
     jsonl:PATH      one JSON object a line
     parquet:PATH    one file; trace shards too
 
-A row has a prompt (`prompt_ids`, or messages / prompt / question / .. as in pipeline.rows) and what was answered:
-`completion_ids`, or `completion` (text). It may have `finish_reason` ("stop" or "length"), `temperature`, `top_p`,
-`max_tokens` and `seed`, which say how it was made, and `id`.
+A row has a prompt (`prompt_ids`, or messages / prompt / question / .. as in pipeline.rows; of `messages` all turns up to
+the last user's) and what was answered: `completion_ids`, or `completion` (text). It may have `finish_reason` ("stop" or
+"length"), `temperature`, `top_p`, `max_tokens` and `seed`, which say how it was made, and `id`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import rows
+from pipeline import files, rows
 from pipeline.sources import existing_file, report_bad_rows
 
 FINISH_REASONS = ("stop", "length")
+_Check = tuple[str, Callable[[Any], bool]]
+_SETTINGS: dict[str, _Check] = {  # what is expected of each, and its test
+    "temperature": ("a finite number, 0 or more", lambda value: _is_number(value) and 0 <= value < math.inf),
+    "top_p": ("a number in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1),
+    "max_tokens": ("a whole number from 1 to 2^31 - 1", lambda value: type(value) is int and 0 < value < 1 << 31),
+    "seed": ("a whole number from 0 to 2^63 - 1", lambda value: type(value) is int and 0 <= value < 1 << 63),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """One row. `prompt_ids` None: by the chat template; `completion` is text or token ids."""
+    """One row. `prompt_ids` None: by the chat template; `completion` is text or token ids.
+
+    `prompt_id` is the id of the first row with this prompt, `index` counts the rows with it from 0: several answers to
+    one prompt are its completions, as in traces.
+    """
 
     id: str
+    prompt_id: str
+    index: int
     source: str
     messages: list[dict[str, str]]
     reference: str | None
@@ -50,13 +64,19 @@ def load_texts(name: str, source: str, limit: int) -> list[Text]:
         raise ValueError(f"texts to score: got {source!r}, expected jsonl:PATH or parquet:PATH")
     texts: list[Text] = []
     bad: dict[int, str] = {}
+    answers: dict[str, tuple[str, int]] = {}  # by prompt: its id, how many were read
     for number, row in readers[kind](path):
         if len(texts) == limit:
             break
         try:
-            texts.append(_text(name, number, row() if callable(row) else row))
+            text = _text(name, number, row() if callable(row) else row)
         except (ValueError, TypeError) as error:
             bad[number] = str(error)
+            continue
+        prompt = files.sha256_json([text.messages, text.prompt_ids])
+        prompt_id, count = answers.get(prompt, (text.id, 0))
+        answers[prompt] = prompt_id, count + 1
+        texts.append(replace(text, prompt_id=prompt_id, index=count))
     report_bad_rows(path, "line" if kind == "jsonl" else "row", bad)
     if not texts:
         raise ValueError(
@@ -69,7 +89,7 @@ def _jsonl_rows(path: str) -> Iterator[tuple[int, Any]]:
     with existing_file("jsonl", path).open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield number, lambda line=line: json.loads(line)
+                yield number, lambda line=line: rows.parse(line)
 
 
 def _parquet_rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -94,20 +114,37 @@ def _text(name: str, number: int, row: Any) -> Text:
     reason = row.get("finish_reason")
     if reason not in (None, *FINISH_REASONS):
         raise ValueError(f"finish_reason: got {reason!r}, expected stop, length or none")
-    max_tokens = row.get("max_tokens")
+    key = f"{name}/{row['id'] if row.get('id') is not None else number}"
     return Text(
-        id=f"{name}/{row['id'] if row.get('id') is not None else number}",
+        id=key,
+        prompt_id=key,
+        index=0,
         source=name,
         messages=messages,
         reference=reference,
         prompt_ids=prompt_ids,
         completion=_completion(row),
         finish_reason=reason,
-        temperature=float(row.get("temperature", 1.0)),
-        top_p=float(row.get("top_p", 1.0)),
-        max_tokens=None if max_tokens is None else int(max_tokens),
-        seed=int(row.get("seed", 0)),
+        temperature=float(_setting(row, "temperature", 1.0)),
+        top_p=float(_setting(row, "top_p", 1.0)),
+        max_tokens=_setting(row, "max_tokens", None),
+        seed=_setting(row, "seed", 0),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _setting(row: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The row's value under `key`, or `default` where it has none. ValueError for one that no record can hold."""
+    value = row.get(key)
+    if value is None:
+        return default
+    expected, is_good = _SETTINGS[key]
+    if not is_good(value):
+        raise ValueError(f"{key}: got {str(value)[:60]}, expected {expected}")
+    return value
 
 
 def _prompt(row: Mapping[str, Any], required: bool) -> tuple[list[dict[str, str]], str | None]:
@@ -116,7 +153,7 @@ def _prompt(row: Mapping[str, Any], required: bool) -> tuple[list[dict[str, str]
         row = {**row, "messages": json.loads(row["messages"])}
     if not required and not any(row.get(key) is not None for key in rows.PROMPT_KEYS):
         return [], None
-    return rows.read(row)
+    return rows.conversation(row)
 
 
 def _completion(row: Mapping[str, Any]) -> str | tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 PROMPT_KEYS = ("messages", "turns", "prompt", "question", "problem", "text")  # the first that a row has is read
@@ -11,6 +11,23 @@ REFERENCE_KEYS = ("answer", "solution", "reference")
 ROLES = ("system", "user", "assistant", "tool")
 
 Messages = list[dict[str, str]]
+
+
+def parse(line: bytes) -> Any:
+    """The JSON of one line. ValueError saying why there is none, or that its texts cannot be written as UTF-8."""
+    try:
+        value = json.loads(line)
+        if b"\\u" in line:  # only an escape can give half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("an escape of half a character (a lone surrogate), which no text can hold") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not a row: its JSON is nested too deeply") from error
+    return value
 
 
 def read(row: Mapping[str, Any]) -> tuple[Messages, str | None]:
@@ -23,9 +40,20 @@ def read(row: Mapping[str, Any]) -> tuple[Messages, str | None]:
         raise ValueError(f"got keys {', '.join(row) or '(none)'}, expected one of {', '.join(PROMPT_KEYS)}")
     value = row[key]
     if key == "turns":
-        value = value[0] if isinstance(value, Sequence) and value else value
+        value = value[0] if isinstance(value, list) and value else value
     messages, reply = _opening(key, value) if isinstance(value, list) else (_single(key, value), None)
     return messages, _reference(row) or reply
+
+
+def conversation(row: Mapping[str, Any]) -> tuple[Messages, str | None]:
+    """`read`, but all of `messages` up to the last user's: what an answer beside it (a log's) was an answer to."""
+    opening, reference = read(row)
+    turns = row.get("messages")
+    if not isinstance(turns, list):
+        return opening, reference
+    last = max(place for place, turn in enumerate(turns) if isinstance(turn, Mapping) and turn.get("role") == "user")
+    messages = [_message("messages", turn) for turn in turns[: last + 1]]
+    return (messages, _reference(row)) if len(messages) > len(opening) else (opening, reference)
 
 
 def texts(row: Mapping[str, Any]) -> list[str]:
@@ -39,14 +67,10 @@ def texts(row: Mapping[str, Any]) -> list[str]:
 def problem_with(line: bytes) -> str | None:
     """Why a JSONL line cannot be used; None when it can."""
     try:
-        row = json.loads(line)
+        row = parse(line)
         if not isinstance(row, dict):
             return f"got a JSON {type(row).__name__}, expected an object"
         read(row)
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except json.JSONDecodeError as error:
-        return f"not JSON ({error.msg} at column {error.colno})"
     except ValueError as error:
         return str(error)
     return None
@@ -61,16 +85,21 @@ def _single(key: str, value: Any) -> Messages:
 def _opening(key: str, value: list[Any]) -> tuple[Messages, str | None]:
     messages: Messages = []
     for message in value:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if role not in ROLES or not isinstance(content, str):
-            raise ValueError(f"{key}: got {_short(message)}, expected role ({', '.join(ROLES)}) and content (text)")
+        checked = _message(key, message)
         if messages and messages[-1]["role"] == "user":
-            return messages, content if role == "assistant" else None
-        messages.append({"role": role, "content": content})
+            return messages, checked["content"] if checked["role"] == "assistant" else None
+        messages.append(checked)
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(f"{key}: got {_short(value)}, expected a message of the user that is not empty")
     return messages, None
+
+
+def _message(key: str, message: Any) -> dict[str, str]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if role not in ROLES or not isinstance(content, str):
+        raise ValueError(f"{key}: got {_short(message)}, expected role ({', '.join(ROLES)}) and content (text)")
+    return {"role": role, "content": content}
 
 
 def _reference(row: Mapping[str, Any]) -> str | None:

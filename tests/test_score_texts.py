@@ -84,8 +84,11 @@ def test_words_become_tokens_and_an_end_is_known_or_read_off(data_root: Path, tm
     assert first.prompt_ids.tolist() == encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
     assert (first.completion_ids.tolist(), first.finish_reason) == ([*words, end], "stop")
     assert (second.completion_ids.tolist(), second.finish_reason) == (words, "length")
-    assert (third.prompt_ids.tolist(), third.finish_reason, third.messages) == ([5, 6], "stop", "[]")
-    assert [record.prompt_id for record in (first, second, third)] == ["log/a", "log/2", "log/3"]
+    assert (third.prompt_ids.tolist(), third.finish_reason) == ([5, 6], "stop")
+    assert json.loads(third.messages) == [{"role": "user", "content": tokenizer.decode([5, 6])}]
+    # Two answers to one prompt are its completions: no near duplicates, and on one side of the filter's split.
+    assert [record.prompt_id for record in (first, second, third)] == ["log/a", "log/a", "log/3"]
+    assert [record.completion for record in (first, second, third)] == [0, 1, 0]
     assert (second.temperature, second.top_p, second.max_tokens, second.seed) == (1.0, 1.0, 3, 0)
 
 
@@ -118,6 +121,35 @@ def test_bad_rows_and_texts_that_do_not_fit_are_named_and_the_rest_scored(
     assert "skipped log/8: " in said
     notes = [read_notes(path) for path in sorted((tmp_path / "spec_data" / "score" / STAGE.name).glob("shard-*"))]
     assert sum(len(note.skipped) for note in notes) == 2
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"seed": 2**70}, "seed: got 1180591620717411303424, expected a whole number from 0 to 2^63 - 1"),
+        ({"max_tokens": float("inf")}, "max_tokens: got inf, expected a whole number from 1 to 2^31 - 1"),
+        ({"max_tokens": 2**40}, "max_tokens: got 1099511627776, expected"),
+        ({"temperature": -1}, "temperature: got -1, expected a finite number, 0 or more"),
+        ({"temperature": float("nan")}, "temperature: got nan, expected"),
+        ({"top_p": 0}, "top_p: got 0, expected a number in (0, 1]"),
+        ({"completion": "\ud800"}, "an escape of half a character"),
+    ],
+)
+def test_settings_that_no_record_can_hold_are_bad_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], problem: str
+) -> None:
+    good = {"prompt": "a", "completion": "b", "temperature": None, "seed": None}
+    (text,) = load_texts("log", write(tmp_path / "t.jsonl", [good | changes, good]), 5)
+    assert (text.id, text.temperature, text.seed) == ("log/2", 1.0, 0)
+    assert f"line 1 skipped: {problem}" in capsys.readouterr().err
+
+
+def test_the_prompt_of_a_log_is_the_whole_conversation(tmp_path: Path) -> None:
+    said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    rows = [{"messages": said[:length], "completion": "d"} for length in (1, 2, 3, 4)]
+    texts = load_texts("log", write(tmp_path / "t.jsonl", rows), 9)
+    assert [text.messages for text in texts] == [said[:1], said[:1], said[:3], said[:3]]
+    assert [(text.prompt_id, text.index) for text in texts] == [("log/1", 0), ("log/1", 1), ("log/3", 0), ("log/3", 1)]
 
 
 def test_sources_that_hold_no_text_are_refused(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ def test_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "line 2 skipped: not UTF-8" in capsys.readouterr().err
 
 
+def test_rows_that_no_text_or_parser_can_hold_are_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['{"prompt": "\\ud83d\\ude00"}', '{"prompt": "\\ud83d"}', "[" * 100_000, '{"turns": "abc"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    prompts = load_prompts("set", f"jsonl:{tmp_path / 'p.jsonl'}", 10, seed=0)
+    assert {prompt.messages[0]["content"] for prompt in prompts} == {"\U0001f600", "abc"}
+    said = capsys.readouterr().err
+    assert "line 2 skipped: an escape of half a character" in said
+    assert "line 3 skipped: not a row: its JSON is nested too deeply" in said
+
+
 def test_separators_inside_a_json_string_do_not_split_a_row(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\r\n', encoding="utf-8")
     (prompt,) = load_prompts("set", f"jsonl:{tmp_path / 'p.jsonl'}", 10, seed=0)

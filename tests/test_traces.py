@@ -218,6 +218,15 @@ def test_prompts_that_do_not_fit_are_skipped_by_id_and_the_rest_runs(
     assert (done["rows"], done["summary"]["skipped"]) == (2, 1)
 
 
+def test_a_run_that_can_make_nothing_is_an_error(data_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"traces\.max_tokens: got 4096, expected less than the 4096 tokens"):
+        run("traces.max_tokens=4096")
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps({"prompt": "x" * 5000}))
+    with pytest.raises(ValueError, match="no completion was made: all 1 prompts were skipped"):
+        run("run=long", f'traces.prompts=[{{name: own, source: "jsonl:{source}", limit: 9}}]')
+
+
 def command(*overrides: str) -> list[str]:
     options = [option for override in overrides for option in ("--set", override)]
     return [sys.executable, "-m", "data.gen_traces", "--config", str(CONFIG), *options]
