@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Of the bench sections only what decides their prompts: their other settings may change and the rows stay clean.
 STAGE = Stage(
     name="02_filter",
-    version=1,
+    version=2,
     sections=("filter", "models.target", *bench_prompt_parts()),
     inputs=("01_gen_traces",),
 )

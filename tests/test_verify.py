@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,6 +61,14 @@ def verifier() -> Iterator[Verifier]:
         ("anything", "a reply in a chat, without a number", "unverified"),
         ("no number", "5", "wrong"),
         ("anything", None, "unverified"),
+        (
+            "A text about 7 apples.",
+            "#### 1. Introduction\nA heading is no final answer, however many signs",
+            "unverified",
+        ),
+        ("It opens at 12:30.", "12:30", "unverified"),
+        ("It opens at 11.", "12:30", "wrong"),
+        ("5 + 2 = 8", "5", "wrong"),
     ],
 )
 def test_maths(verifier: Verifier, completion: str, reference: str | None, label: str) -> None:
@@ -108,6 +117,8 @@ FORMS = {
     "whole function in a block": "Sure!\n```python\n{prompt}{solution}```\nIt works.",
     "without the imports": "```python\ndef {bare}{solution}\n```",
     "the body alone": "{solution}",
+    "after a block of another language": "```bash\npip install x\n```\n\n```python3\n{prompt}{solution}```",
+    "a block between tildes": "~~~python\n{prompt}{solution}~~~",
     "a second block that says how to call it": "```python\n{prompt}{solution}```\nCall it:\n```python\nprint(1)\n```",
 }
 
@@ -123,6 +134,14 @@ def test_code_that_passes_its_tests(verifier: Verifier, form: str) -> None:
     assert verifier.label(row(wrong, verifier=task)) == "wrong"
     with Verifier(run_code=False) as careful:
         assert careful.label(row(wrong, verifier=task)) == "unverified"
+
+
+def test_code_in_an_indented_block_or_with_other_line_ends(verifier: Verifier) -> None:
+    problem = human_eval_problems()[0]
+    block = f"```python\n{problem['prompt']}{problem['canonical_solution']}```"
+    task = {"kind": "human_eval", "task_id": "HumanEval/0"}
+    for answer in ("1. So:\n\n" + textwrap.indent(block, "   "), block.replace("\n", "\r\n")):
+        assert verifier.label(row(answer, verifier=task)) == "correct"
 
 
 @pytest.mark.slow
