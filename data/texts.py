@@ -3,9 +3,9 @@
     jsonl:PATH      one JSON object a line
     parquet:PATH    one file; trace shards too
 
-A row has a prompt (`prompt_ids`, or messages / prompt / question / .. as in pipeline.rows; of `messages` all turns up to
-the last user's) and what was answered: `completion_ids`, or `completion` (text). It may have `finish_reason` ("stop" or
-"length"), `temperature`, `top_p`, `max_tokens` and `seed`, which say how it was made, and `id`.
+A row has a prompt (`prompt_ids`, or messages / prompt / question / .. as in pipeline.rows; of `messages` all turns up
+to the last user's) and what was answered: `completion_ids`, or `completion` (text). It may have `finish_reason` ("stop"
+or "length"), `temperature`, `top_p`, `max_tokens` and `seed`, which say how it was made, and `id`.
 """
 
 from __future__ import annotations
