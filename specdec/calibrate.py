@@ -44,8 +44,8 @@ def calibrate(engine: "Engine", repeats: int, batches: Sequence[int] | None) -> 
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"repeats is {repeats!r}; expected a whole number from 1 on")
     batches = _doubling(1, len(engine._slots)) if batches is None else list(batches)
-    if not batches or not all(1 <= rows <= len(engine._slots) for rows in batches):
-        raise ValueError(f"batches is {batches}; expected numbers from 1 to num_slots = {len(engine._slots)}")
+    if not batches or not all(type(rows) is int and 1 <= rows <= len(engine._slots) for rows in batches):
+        raise ValueError(f"batches is {batches}; expected whole numbers from 1 to num_slots = {len(engine._slots)}")
     if controller is None or isinstance(controller, FixedK) or engine._drafter is None:
         return []
     with _rehearsal(engine) as rounds:
@@ -67,9 +67,10 @@ def _doubling(first: int, last: int) -> list[int]:
 @contextmanager
 def _rehearsal(engine: "Engine") -> Iterator[list[RoundStats]]:
     """Rounds that nobody outside hears of, and of which nothing stays; yields the list that the timed ones go to."""
-    names = ("_lengths", "_drafter", "_on_round", "_on_tokens", "_last_round", "stats")
+    names = ("_lengths", "_drafter", "_on_round", "_on_tokens", "_last_round", "_chunk", "stats")
     before = {name: getattr(engine, name) for name in names}
     engine._on_round = engine._on_tokens = None
+    engine._chunk = max(engine._chunk, _CONTEXT)  # a prompt in one step: each step is then a round
     if isinstance(engine._drafter, LookupDrafter):
         stand_in = _LastToken()
         stand_in.attach(engine._target, len(engine._slots), engine.capacity)

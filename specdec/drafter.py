@@ -51,7 +51,7 @@ class Drafter(Protocol):
         were fed to catch up, over all rows."""
 
     def propose(self, state: RowState, k: int, features: Features, live: int | None) -> Proposal:
-        """k tokens for each row of `state` (k > 0); fewer columns when no row has so many to propose."""
+        """k tokens for each row of `state` (k > 0); fewer columns, never more, when no row has so many to propose."""
 
     def roll_back(self, state: RowState) -> None:
         """Forget what was not committed."""
@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """A round took each slot from `before` tokens to its length; `lengths`: each row's draft length in it."""
 
     def lag(self, slot: Slot) -> int:
-        """Tokens that the row must be fed before it can draft again."""
+        """Tokens that the row must be fed before it can draft again. Asked after `committed`, before `release`."""
 
     def release(self, slot: Slot) -> None:
         """The slot's request is done."""

@@ -66,22 +66,23 @@ class Engine:
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
         _check_sizes(num_slots=num_slots, capacity=capacity, prefill_chunk=prefill_chunk)
+        if rule not in _RULES:
+            raise ValueError(f"rule is {rule!r}; expected one of {', '.join(_RULES)}")
         lengths = Lengths(k, k_max)
         self._lengths = lengths if draft is not None else Lengths(0, None)
         self.k_max = self._lengths.k_max
         buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
         self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
+        # Before the drafter is bound to this engine: after an error it can go to another.
+        if type(top_logprobs) is not int or not 0 <= top_logprobs <= self._target.vocab_size:
+            raise ValueError(f"top_logprobs is {top_logprobs!r}; expected 0 to {self._target.vocab_size}")
         self._drafter: Drafter | None = None
         if draft is not None and self.k_max > 0:
             if not isinstance(draft, PreTrainedModel | Drafter):
                 raise ValueError(f"draft is a {type(draft).__name__}; expected a model, a Drafter, or None")
             self._drafter = ModelDrafter(draft) if isinstance(draft, PreTrainedModel) else draft
             self._drafter.attach(self._target, num_slots, buffer)
-        if type(top_logprobs) is not int or not 0 <= top_logprobs <= self._target.vocab_size:
-            raise ValueError(f"top_logprobs is {top_logprobs!r}; expected 0 to {self._target.vocab_size}")
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
-        if rule not in _RULES:
-            raise ValueError(f"rule is {rule!r}; expected one of {', '.join(_RULES)}")
         self._rule = _RULES[rule]
         self._on_round, self._on_tokens = on_round, on_tokens
         self._state = RowState.empty(num_slots, buffer, self._target.device)
@@ -240,6 +241,8 @@ class Engine:
         caught_up = drafter.prepare(drafting, k, self._chunk) if drafter else 0
         proposal = drafter.propose(state, k, features, live) if drafter else no_proposal(state)
         asked, k = k, proposal.drafts_BK.shape[1]
+        if k > asked:  # the target would verify them without seeing all that is before them
+            raise ValueError(f"the drafter proposed {k} tokens a row where {asked} were asked for; expected no more")
         lengths = [min(own, k) for own in lengths]
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
@@ -249,24 +252,27 @@ class Engine:
             self._drafter.roll_back(state)
         reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
         first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
-        self._finish_round(slots, reports, lengths)
+        lags = self._finish_round(slots, reports, lengths)
         stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, seconds=timer.finish())
         self._last_round, self.stats = stats, self.stats + stats.acceptance
-        lags = [self._drafter.lag(slot) if self._drafter else 0 for slot in slots]
         self._lengths.inform(stats, slots, reports, lengths, lags)
         self._notify(slots, reports, stats)
         if first_bad:
             warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
 
-    def _finish_round(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> None:
+    def _finish_round(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> list[int]:
+        """Take the reports over and let go of rows that are done; each row's lag."""
         before = [slot.length for slot in slots]
         for slot, report in zip(slots, reports, strict=True):
             slot.commit(report, max(lengths))
         if self._drafter is not None:
             self._drafter.committed(slots, before, lengths)
+        # Before any row is released: a drafter then forgets it.
+        lags = [self._drafter.lag(slot) if self._drafter is not None else 0 for slot in slots]
         for slot in slots:
             if slot.finish_reason is not None:
                 self._release(slot)
+        return lags
 
     def _release(self, slot: Slot) -> None:
         self._done.append((slot.ticket, slot.completion()))

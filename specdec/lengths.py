@@ -1,6 +1,7 @@
 """Who decides how many tokens a round drafts: a number, a controller, or a callable."""
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from specdec.controller import Controller, PerRow, RowRound
 from specdec.report import RowReport
@@ -32,11 +33,13 @@ class Lengths:
 
     def choose(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
         """Each row's draft length for the coming round."""
-        lengths = self._ask(slots, last_round)
+        lengths = list(self._ask(slots, last_round))
+        if len(lengths) != len(slots):
+            raise ValueError(f"choose_rows gave {len(lengths)} draft lengths for {len(slots)} rows; expected one a row")
         for k in lengths:
-            if not (isinstance(k, int) and 0 <= k <= self.k_max):
+            if not (isinstance(k, Integral) and 0 <= k <= self.k_max):
                 raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
-        return lengths
+        return [int(k) for k in lengths]
 
     def _ask(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
         chooser = self._chooser

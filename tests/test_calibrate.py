@@ -75,6 +75,21 @@ def test_calibrating_is_refused_while_something_runs(target: PreTrainedModel) ->
     engine = Engine(target, NgramDrafter(), k=Adaptive(3), num_slots=2, capacity=64)
     with pytest.raises(ValueError, match="repeats is 0"):
         engine.calibrate(repeats=0)
-    with pytest.raises(ValueError, match=r"batches is \[3\]"):
-        engine.calibrate(batches=[3])
+    for batches in ([3], [1.5], []):
+        with pytest.raises(ValueError, match="expected whole numbers from 1 to num_slots = 2"):
+            engine.calibrate(batches=batches)
     assert {r.rows for r in engine.calibrate(repeats=1, batches=[2])} == {2}
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_small_chunks_of_prompts_leave_no_shape_untimed(target: PreTrainedModel, chunk: int) -> None:
+    """Steps that only feed a prompt are no rounds: they once used up the rounds of k = 0."""
+    draft = noisy_copy(target, noise=0.1, seed=1)
+    engine = Engine(target, draft, k=Adaptive(2), num_slots=2, capacity=160, prefill_chunk=chunk)
+    shapes = [(r.rows, r.k) for r in engine.calibrate(repeats=1)]
+    assert shapes == [(rows, k) for rows in (1, 2) for k in (0, 1, 2)]
+    fed: list[int] = []
+    forward = engine._target.forward
+    engine._target.forward = lambda tokens, plan, keep: fed.append(tokens.shape[1]) or forward(tokens, plan, keep)
+    engine.generate([Request(prompt_ids=[1] * 20, params=SamplingParams(max_tokens=1))])
+    assert fed[:-1] == [chunk] * (len(fed) - 2) + [19 - chunk * (len(fed) - 2)]

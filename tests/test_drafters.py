@@ -1,6 +1,7 @@
 """Every drafter through one engine: greedy identity, the law, and what it proposes."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from bench.law_stats import check_law
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Engine, ModelDrafter, NgramDrafter, ParallelDrafter, Request, SamplingParams, SuffixDrafter
 from specdec.drafter import Drafter
+from specdec.slots import Slot
 from specdec.suffix import SuffixTree
 from specdec.vocab import VocabularyMap, pruned_head_map
 
@@ -226,3 +228,39 @@ def test_suffix_learns_from_completions_of_other_requests(target: PreTrainedMode
     assert sum(map(len, drafter._past)) <= 300
     assert not drafter._own
     assert not drafter._in_past
+
+
+class Forgetful(NgramDrafter):
+    """Keeps something by row from `admit` to `release`, as a user's drafter may, and reads it wherever it is asked."""
+
+    def lag(self, slot: Slot) -> int:
+        assert slot.row in self._follows, "asked about a row that was released"
+        return 0
+
+
+def test_a_drafter_is_not_asked_about_rows_that_were_released(target: PreTrainedModel) -> None:
+    requests = [Request(prompt_ids=[i, 2, i], params=SamplingParams(max_tokens=3 + i)) for i in range(5)]
+    done = Engine(target, Forgetful(), k=2, num_slots=2, capacity=32).generate(requests)
+    assert [len(c.token_ids) for c in done] == [3, 4, 5, 6, 7]
+
+
+class Eager(NgramDrafter):
+    """Proposes more tokens than it was asked for."""
+
+    def guess(self, row: int, tokens: Sequence[int], k: int) -> list[int]:
+        return [1] * (k + 1)
+
+
+def test_more_drafts_than_asked_are_refused(target: PreTrainedModel) -> None:
+    """They would be verified without all of the text before them, and wrong ones accepted."""
+    engine = Engine(target, Eager(), k=2, num_slots=2, capacity=32)
+    with pytest.raises(ValueError, match="proposed 3 tokens a row where 2 were asked for"):
+        engine.generate([Request(prompt_ids=[1, 2], params=SamplingParams(max_tokens=8))])
+
+
+@pytest.mark.parametrize("wrong", [{"rule": "tokens"}, {"top_logprobs": VOCAB + 1}, {"num_slots": 0}, {"k": -1}])
+def test_a_drafter_outlives_an_engine_that_was_refused(target: PreTrainedModel, wrong: dict[str, object]) -> None:
+    drafter = NgramDrafter()
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Engine(target, drafter, **wrong)  # type: ignore[arg-type]
+    Engine(target, drafter)

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
 from bench.tiny_models import noisy_copy, tiny_model
-from specdec import Engine, Request, RoundStats, SamplingParams
+from specdec import Completion, Engine, Request, RoundStats, SamplingParams
 from specdec.controller import Adaptive, FixedK, Geometric, RowRound
 from specdec.lookup import LookupDrafter
 from specdec.slots import Slot
@@ -144,3 +145,22 @@ def test_a_prompt_that_came_while_nothing_was_drafted_counts_as_lag(target: PreT
     engine.generate(requests)
     lags = [rows[0].lag for _, rows in controller.seen]
     assert lags[6:] == [3 + i for i in range(6)]  # the second prompt, fed to nobody, and what followed
+
+
+@pytest.mark.parametrize("lengths", [[2], [2] * 4, []])
+def test_a_controller_that_forgets_a_row_is_named(target: PreTrainedModel, lengths: list[int]) -> None:
+    """And the engine goes on with what it has once the controller does its work."""
+    controller = Ragged()
+    controller.choose_rows = lambda names: lengths  # type: ignore[method-assign]
+    engine = Engine(target, noisy_copy(target, noise=0.1, seed=1), k=controller, num_slots=3, capacity=64)
+    for request in REQUESTS[:3]:
+        engine.submit(request)
+    with pytest.raises(ValueError, match=rf"choose_rows gave {len(lengths)} draft lengths for 3 rows"):
+        engine.step()
+    controller.choose_rows = lambda names: np.full(len(names), 2)  # type: ignore[method-assign, return-value]
+    done: list[tuple[int, Completion]] = []
+    while engine.has_work:
+        done += engine.step()
+    plain = Engine(target, None, num_slots=3, capacity=64).generate(REQUESTS[:3])
+    assert dict(done)[0].token_ids == plain[0].token_ids
+    assert {row.k for _, rows in controller.seen for row in rows} == {2}
