@@ -67,6 +67,9 @@ class CategoryBench:
         room = int(self.target.config.max_position_embeddings) - self.max_tokens
         encoded = [encode_prompt(self.tokenizer, each) for each in messages]
         fitting = [ids for ids in encoded if len(ids) <= room]
+        if not fitting:
+            print(f"{category}: none of {len(encoded)} prompts fits the target's context; left out", file=sys.stderr)
+            return []
         workload = Workload(
             prompts=fitting,
             batch=max(1, min(self.batch, len(fitting) // 4)),
@@ -108,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--categories", help="only these, separated by commas")
     parser.add_argument("--limit", type=int, help="the first prompts of each category (default: all)")
     args = parser.parse_args(argv)
+    for name in ("batch", "max_tokens", "jobs", "limit"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a whole number from 1 on")
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         config = load_config(args.config, args.set)

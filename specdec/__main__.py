@@ -56,7 +56,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected auto or a whole number from 0 on") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

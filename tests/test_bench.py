@@ -368,5 +368,11 @@ def test_spec_bench_measures_every_variant_in_every_category(tmp_path: Path, dat
     assert {r["batch"] for r in rows} == {1}
     assert all(r["texts_as_plain"] == r["texts"] > 0 for r in rows)
     assert spec_bench.main(["--config", str(CONFIG), *options, "--categories", "c"]) == 2
+    prompts.write_text("\n".join(json.dumps(line) for line in [lines[1], {"category": "a", "prompt": "long " * 9000}]))
+    assert spec_bench.main(["--config", str(CONFIG), *options]) == 0
+    assert {r["prompt_set"] for r in read_result(out)["rows"]} == {"b"}
+    for wrong in ("--limit", "--jobs", "--batch", "--max-tokens"):
+        with pytest.raises(SystemExit):
+            spec_bench.main(["--config", str(CONFIG), *options, wrong, "0"])
     prompts.write_text(json.dumps({"prompt": "no category"}))
     assert spec_bench.main(["--config", str(CONFIG), *options]) == 2

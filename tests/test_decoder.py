@@ -396,7 +396,11 @@ def test_command_line_refuses_bad_arguments(folders, capsys, tmp_path) -> None:
         assert code == 2
         assert words in err
         assert "Traceback" not in err
-    for args, words in ((["x"], "--target"), (["--target", target, "--compare", "x"], "--draft")):
+    for args, words in (
+        (["x"], "--target"),
+        (["--target", target, "--compare", "x"], "--draft"),
+        (["--target", target, "--k", "two", "x"], "'two'; expected auto or a whole number"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(args)
         assert words in capsys.readouterr().err
