@@ -1,8 +1,9 @@
 """Runs a model's code against its tests in a process that can do little harm.
 
 Always: a fresh Python process without our environment variables, in a temporary folder that is removed afterwards,
-limited in CPU time, wall time, memory, files and their size; when time is up its whole process group is killed. A hook
-in the process refuses sockets, processes, signals, ctypes and writing outside the folder.
+limited in CPU time, wall time, memory, the size of a file and the number of changes to files; when time is up its whole
+process group is killed. A hook in the process refuses sockets, processes, signals, ctypes and writing outside the
+folder.
 
 Where the kernel lets an ordinary user make namespaces, it has no network at all, sees no process but its own (it can
 kill neither us nor anyone else, and nothing it starts outlives it), and every file system is read-only but the folder.

@@ -22,6 +22,7 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS_PROCESSES = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.", "pty.")
 FORBIDDEN = ("socket.", "ctypes.", "resource.", "signal.pthread_kill", "os.kill", *STARTS_PROCESSES)
 CHANGES_PATHS = ("mkdir", "remove", "rename", "rmdir", "link", "symlink", "truncate", "chmod", "chown", "utime")
+MAX_CHANGES = 64  # files opened for writing, renamed and so on: with the limit on a file's size, on the space they take
 PATH_EVENTS = {f"os.{name}" for name in CHANGES_PATHS} | {"os.setxattr", "os.removexattr", "sqlite3.connect"}
 
 
@@ -88,22 +89,32 @@ def drop_privileges(libc: ctypes.CDLL) -> None:
 
 def guard(folder: str):
     """An audit hook, which Python code cannot remove: what it forbids raises PermissionError in the program."""
-    inside = os.path.realpath(folder) + os.sep
+    inside, changes = os.path.realpath(folder) + os.sep, 0
 
     def is_outside(path: int | str | bytes) -> bool:
         if isinstance(path, int):  # already open
             return False
         return not (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(inside)
 
+    def count() -> None:
+        nonlocal changes
+        changes += 1
+        if changes > MAX_CHANGES:
+            raise PermissionError(f"more than {MAX_CHANGES} changes of files are not allowed here")
+
     def hook(event: str, arguments: tuple) -> None:
         if event.startswith(FORBIDDEN):
             raise PermissionError(f"{event} is not allowed here")
         if event == "open":
             path, _, flags = arguments
-            if flags & WRITE_FLAGS and path != os.devnull and is_outside(path):
-                raise PermissionError("writing outside the folder is not allowed here")
-        elif event in PATH_EVENTS and any(is_outside(path) for path in arguments[:2] if isinstance(path, str | bytes)):
-            raise PermissionError(f"{event} outside the folder is not allowed here")
+            if flags & WRITE_FLAGS and path != os.devnull:
+                if is_outside(path):
+                    raise PermissionError("writing outside the folder is not allowed here")
+                count()
+        elif event in PATH_EVENTS:
+            if any(is_outside(path) for path in arguments[:2] if isinstance(path, str | bytes)):
+                raise PermissionError(f"{event} outside the folder is not allowed here")
+            count()
 
     return hook
 

@@ -160,6 +160,7 @@ HARMFUL = {
     "writes a file": "open({victim!r}, 'w').write('x')",
     "removes a file": "import os; os.remove({victim!r})",
     "writes a large file": "open('a', 'wb').write(b'x' * (2 << 20))",
+    "fills the disk": "for n in range(100): open(str(n), 'wb').write(b'x' * (1 << 20))",
     "opens a socket": "import socket; socket.create_connection(('127.0.0.1', {port}))",
     "forks": "import os\nwhile True: os.fork()",
     "starts a program": "import subprocess; subprocess.run(['touch', {victim!r} + '2'])",
