@@ -11,13 +11,19 @@ from pipeline import files, ledger, manifest
 
 
 def root() -> Path | None:
-    """$SPEC_ARCHIVE_ROOT, or None when it is not set. ValueError when it is set to something that is not a folder."""
+    """$SPEC_ARCHIVE_ROOT, or None when it is not set. ValueError when it is not a folder that can be written to: better
+    before a stage's work than after it, when its result is copied there."""
     text = os.environ.get("SPEC_ARCHIVE_ROOT", "")
     if not text:
         return None
     if not Path(text).is_dir():
         raise ValueError(
             f"SPEC_ARCHIVE_ROOT: got {text}, expected a folder that exists; create it or unset the variable"
+        )
+    if not os.access(text, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"SPEC_ARCHIVE_ROOT: got {text}, expected a folder that this user can write to; correct it or unset the "
+            "variable"
         )
     return Path(text)
 

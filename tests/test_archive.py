@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -121,5 +122,17 @@ def test_archive_root_must_exist(data_root: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path / "none"))
     body = ToyBody()
     with pytest.raises(ValueError, match=r"SPEC_ARCHIVE_ROOT: got .*none, expected a folder that exists"):
+        run_stage(STAGE, toy_config(), body)
+    assert body.made == []
+
+
+def test_archive_root_must_be_writable(archive_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before the work, not after it, when the result could not be copied. The tests may run as root, who may
+    write everywhere."""
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) != str(archive_root))
+    body = ToyBody()
+    with pytest.raises(
+        ValueError, match=r"SPEC_ARCHIVE_ROOT: got .*archive, expected a folder that this user can write"
+    ):
         run_stage(STAGE, toy_config(), body)
     assert body.made == []
