@@ -47,7 +47,8 @@ class Engine:
     tokens, and how many of them (the first ones) are accepted drafts.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
-    request that is bad ends with finish_reason "error" and harms no other.
+    request that is bad ends with finish_reason "error" and harms no other. A round that is broken off (Ctrl-C) may
+    cancel the requests in it; the engine can be used again.
     """
 
     def __init__(
@@ -247,10 +248,15 @@ class Engine:
         timer.mark("draft")
         logits_BJV = score(state, self._target, proposal, live)
         timer.mark("verify")
-        packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs, self._rule)
-        if self._drafter is not None:
-            self._drafter.roll_back(state)
-        reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
+        try:
+            packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs, self._rule)
+            if self._drafter is not None:
+                self._drafter.roll_back(state)
+            reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
+        except BaseException:  # Ctrl-C too: the device may have committed what the host will never read
+            for slot in slots:
+                self.cancel(slot.ticket)
+            raise
         first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         lags = self._finish_round(slots, reports, lengths)
         stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, seconds=timer.finish())

@@ -23,6 +23,7 @@ from specdec import (
     SamplingParams,
     SuffixDrafter,
 )
+from specdec import engine as engine_module
 
 VOCAB = 32
 
@@ -575,3 +576,33 @@ def test_listeners_all_hear_of_a_round_and_of_a_bad_draft_once(target: PreTraine
     with pytest.raises(RuntimeError):
         engine.step()
     assert heard == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["decide", "read_report"])
+def test_an_interrupt_between_device_and_host_leaves_no_row_behind(monkeypatch, where: str) -> None:
+    """Ctrl-C while the host waits for the device: a row that goes on without those tokens would never end."""
+    target = tiny_model(vocab=8)
+    requests = [Request(prompt_ids=[i + 1], params=SamplingParams(max_tokens=12)) for i in range(3)]
+    expected = [c.token_ids for c in Engine(target, None, capacity=16).generate(requests)]
+    engine = Engine(target, noisy_copy(target, noise=0.1, seed=1), k=2, num_slots=2, capacity=16)
+    whole = getattr(engine_module, where)
+    calls = itertools.count()
+
+    def interrupted(*args: object) -> object:
+        result = whole(*args)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine_module, where, interrupted)
+    tickets = [engine.submit(request) for request in requests]
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    done: dict[int, Completion] = {}
+    for _ in range(50):
+        done.update(engine.step())
+    assert [done[ticket].finish_reason for ticket in tickets] == ["cancelled", "cancelled", "length"]
+    assert all(done[t].token_ids == text[: len(done[t].token_ids)] for t, text in zip(tickets, expected, strict=True))
+    assert not engine.has_work
+    assert [c.token_ids for c in engine.generate(requests)] == expected
