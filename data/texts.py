@@ -63,6 +63,7 @@ def load_texts(name: str, source: str, limit: int) -> list[Text]:
     if kind not in readers or not path:
         raise ValueError(f"texts to score: got {source!r}, expected jsonl:PATH or parquet:PATH")
     texts: list[Text] = []
+    ids: set[str] = set()
     bad: dict[int, str] = {}
     answers: dict[str, tuple[str, int]] = {}  # by prompt: its id, how many were read
     for number, row in readers[kind](path):
@@ -70,9 +71,12 @@ def load_texts(name: str, source: str, limit: int) -> list[Text]:
             break
         try:
             text = _text(name, number, row() if callable(row) else row)
+            if text.id in ids:
+                raise ValueError(f"id: got {text.id!r} a second time, expected another for every row, or none")
         except (ValueError, TypeError) as error:
             bad[number] = str(error)
             continue
+        ids.add(text.id)
         prompt = files.sha256_json([text.messages, text.prompt_ids])
         prompt_id, count = answers.get(prompt, (text.id, 0))
         answers[prompt] = prompt_id, count + 1

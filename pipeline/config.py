@@ -91,6 +91,8 @@ class TracesConfig:
     def __post_init__(self) -> None:
         _check_prompts(self.prompts)
         _not_empty(temperatures=self.temperatures)
+        if len(set(self.temperatures)) < len(self.temperatures):  # seeds hang on them: the same completions again
+            raise ValueError(f"temperatures: got {list(self.temperatures)}, expected each once")
         if self.tensor_parallel > 1 and self.backend in ("specdec", "score"):
             raise ValueError(
                 f"tensor_parallel: got {self.tensor_parallel} with backend {self.backend}, expected backend vllm"

@@ -144,6 +144,13 @@ def test_settings_that_no_record_can_hold_are_bad_rows(
     assert f"line 1 skipped: {problem}" in capsys.readouterr().err
 
 
+def test_an_id_that_comes_again_is_a_bad_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": prompt, "completion": "b", "id": prompt} for prompt in "aab"]
+    texts = load_texts("log", write(tmp_path / "t.jsonl", rows), 5)
+    assert [text.id for text in texts] == ["log/a", "log/b"]
+    assert "line 2 skipped: id: got 'log/a' a second time, expected another for every row" in capsys.readouterr().err
+
+
 def test_the_prompt_of_a_log_is_the_whole_conversation(tmp_path: Path) -> None:
     said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     rows = [{"messages": said[:length], "completion": "d"} for length in (1, 2, 3, 4)]
