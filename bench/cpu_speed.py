@@ -213,8 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a comparison (default 4)")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a comparison, from 2 on (default 4)")
     args = parser.parse_args(argv)
+    for name, least in (("max_tokens", 1), ("repeats", 1), ("prompts", 2)):  # one comparison halves the prompts
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a whole number from {least} on")
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         config = load_config(args.config, args.set)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cells, measure, spec_bench
+from bench import cells, cpu_speed, measure, spec_bench
 from bench.bench_engine import RESULT, STAGE, body
 from bench.cells import alpha_interval, measure_cell, median_interval
 from bench.drafters import PLAIN, drafter_of, labels_of, length_of
@@ -376,3 +376,11 @@ def test_spec_bench_measures_every_variant_in_every_category(tmp_path: Path, dat
             spec_bench.main(["--config", str(CONFIG), *options, wrong, "0"])
     prompts.write_text(json.dumps({"prompt": "no category"}))
     assert spec_bench.main(["--config", str(CONFIG), *options]) == 2
+
+
+@pytest.mark.parametrize("wrong", [("--prompts", "1"), ("--repeats", "0"), ("--max-tokens", "0")])
+def test_cpu_speed_refuses_sizes_it_cannot_measure(tmp_path: Path, capsys, wrong: tuple[str, str]) -> None:
+    """Before it measures: a comparison without prompts would end a run of minutes."""
+    with pytest.raises(SystemExit, match="2"):
+        cpu_speed.main(["--config", str(CONFIG), "--out", str(tmp_path / "out.json"), *wrong])
+    assert f"{wrong[0]} is {wrong[1]}" in capsys.readouterr().err
