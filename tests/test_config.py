@@ -92,7 +92,7 @@ def test_values_defaults_and_types(good: Path) -> None:
         (
             "max_tokens: 12",
             "max_tokens: 12\n  temperatures: [1, 0.5, 1.0]",
-            "temperatures: got [1.0, 0.5, 1.0], expected",
+            r"temperatures: got \[1.0, 0.5, 1.0\], expected",
         ),
         ("max_tokens: 12", "max_tokens: 12\n  temperatures: [0, -1]", r"good.yaml:11: .*got -1.0, expected a temperat"),
         ("max_tokens: 12", "max_tokens: 12\n  max_tokens: 13", "good.yaml:11: 'traces.max_tokens' is given twice"),
