@@ -11,6 +11,7 @@ from itertools import islice
 
 from specdec.lookup import LookupDrafter
 
+FACTOR = 2  # a match of one token says little: at most two are proposed after it
 _CANDIDATES = 4  # matches looked at in each tree: short suffixes have many continuations and say little
 
 
@@ -108,17 +109,20 @@ class SuffixDrafter(LookupDrafter):
         """The path with the largest expected number of accepted tokens, taking the shares as acceptance."""
         best: list[int] = []
         best_value = 0.0
-        for node in (*self._candidates(self._own[row][1], k), *self._candidates(self._in_past[row], k)):
-            path, value = self._follow(node, k)
+        for node, longest in (*self._candidates(self._own[row][1], k), *self._candidates(self._in_past[row], k)):
+            path, value = self._follow(node, longest)
             if value > best_value:
                 best, best_value = path, value
         return best
 
-    def _candidates(self, matches: list[Node], k: int) -> list[Node]:
-        """The longest matches that something followed and under which the tree still holds k tokens. (The longest
-        suffixes of all are new paths nearly always: taking those finds nothing where a shorter one repeats.)"""
+    def _candidates(self, matches: list[Node], k: int) -> list[tuple[Node, int]]:
+        """The longest matches that something followed and under which the tree still holds k tokens, each with the
+        most tokens to propose after it: FACTOR for each that matched (MAX_SPEC in the paper). (The longest suffixes of
+        all are new paths nearly always: taking those finds nothing where a shorter one repeats.)"""
         deep_enough = matches[-max(1, self.depth - k) :]
-        return list(islice((node for node in deep_enough if node.children), _CANDIDATES))
+        lengths = range(len(deep_enough), 0, -1)  # of a match all shorter ones match too
+        followed = ((node, min(k, FACTOR * n)) for node, n in zip(deep_enough, lengths, strict=True) if node.children)
+        return list(islice(followed, _CANDIDATES))
 
     def _follow(self, node: Node, k: int) -> tuple[list[int], float]:
         path: list[int] = []

@@ -192,6 +192,7 @@ def test_suffix_finds_a_repetition_shorter_than_its_depth() -> None:
     drafter = SuffixDrafter()
     drafter.start(0, text)
     assert drafter.guess(0, text, 4) == [4, 5, 6, 7]
+    assert drafter.guess(0, text, 8) == [4, 5, 6, 7, 140, 141]  # three tokens matched, so six at most
     drafter.finish(0)
     drafter.start(1, [50, 60, 1, 2])
     assert drafter.guess(1, [50, 60, 1, 2], 3) == []  # the prompt of a finished request is not remembered
