@@ -20,16 +20,21 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+import torch
+
 from bench.cells import summarise
+from bench.drafters import Label, drafter_of
 from bench.measure import EngineVariant, TransformersVariant, Variant, Workload, interleave, tokens_per_s_wall, warm_up
 from data.common import encode_prompt, stop_ids_of
 from pipeline.config import Config, load_config
 from pipeline.results import write_result
 from pipeline.sources import load_prompts
-from specdec import NgramDrafter
+from specdec import ModelDrafter, NgramDrafter
 from specdec.controller import Adaptive
+from specdec.vocab import VocabularyMap
 
 K_MAX = 8
+MODEL = Label(engine="specdec", drafter="model", controller="fixed", k=4)
 ASSISTED: tuple[Mapping[str, Any], ...] = (
     {},  # the defaults: 20 tokens, stopping where the draft is not confident
     {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0},
@@ -70,10 +75,11 @@ class CpuSpeed:
     """The config's pair on this CPU."""
 
     def __init__(self, config: Config, *, max_tokens: int, repeats: int, prompts: int) -> None:
-        from pipeline.models import load_draft, load_target, load_tokenizer
+        from bench.draft_model import load_draft
+        from pipeline.models import load_target, load_tokenizer
 
         self.target = load_target(config.models, "cpu")
-        self.draft = load_draft(config.models, self.target, "cpu")
+        self.draft = load_draft(config, self.target, "cpu")
         self.tokenizer = load_tokenizer(config.models)
         self.stop_ids = stop_ids_of(self.target, self.tokenizer)
         self.max_tokens, self.repeats, self.num_prompts = max_tokens, repeats, prompts
@@ -105,13 +111,15 @@ class CpuSpeed:
     def draft_model_against_assisted(self) -> Check:
         work = self._work([*edits(self.num_prompts // 2), *questions(self.num_prompts // 2)], 1)
         theirs = [self._transformers(1, {"assistant_model": assistant(self.draft, each)}) for each in ASSISTED]
-        ours, *others = self._speeds([self._engine(work, self.draft, Adaptive(K_MAX)), *theirs], work)
+        ours, *others = self._speeds(
+            [self._engine(work, drafter_of(MODEL, self.draft), Adaptive(K_MAX)), *theirs], work
+        )
         return _ratio("draft model, adaptive, over transformers assisted generation", 1.0, ours, _fastest(others))
 
     def outside_forwards(self, temperature: float) -> Check:
         """The share of a round with 4 drafts that is spent outside the two models' forwards."""
         work = self._work(questions(self.num_prompts), 1, temperature=temperature)
-        engine = EngineVariant(self.target, self.draft, k=4, batch=1, capacity=work.longest)
+        engine = EngineVariant(self.target, drafter_of(MODEL, self.draft), k=4, batch=1, capacity=work.longest)
         warm_up([engine], work, lambda: None)
         with forward_time(engine.engine) as seconds:
             rounds = engine.run(work.requests(0, 0)).rounds
@@ -154,11 +162,25 @@ class CpuSpeed:
 
 
 def assistant(draft: Any, settings: Mapping[str, Any]) -> Any:
-    """The draft for transformers' assisted generation, which reads its settings from the draft's own config."""
-    model = copy.copy(draft)
-    model.generation_config = copy.deepcopy(draft.generation_config)
+    """The draft for transformers' assisted generation, which reads its settings from the draft's own config; a pruned
+    head is followed by what puts its logits at the target's ids."""
+    model = copy.copy(draft._source if isinstance(draft, ModelDrafter) else draft)
+    model.generation_config = copy.deepcopy(model.generation_config)
     model.generation_config.update(**settings)
+    if isinstance(draft, ModelDrafter) and draft.vocabulary is not None:
+        model._modules = {**model._modules, "lm_head": _Expanded(model.lm_head, draft.vocabulary)}
     return model
+
+
+class _Expanded(torch.nn.Module):
+    """A pruned head and the map from its columns to the target's ids."""
+
+    def __init__(self, head: torch.nn.Module, vocabulary: VocabularyMap) -> None:
+        super().__init__()
+        self.head, self.vocabulary = head, vocabulary
+
+    def forward(self, hidden_BqD: torch.Tensor) -> torch.Tensor:
+        return self.vocabulary.expand(self.head(hidden_BqD))
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """A Hugging Face decoder with the engine's cache and attention under it."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.attention import NAME
@@ -30,6 +32,7 @@ class CachedModel:
         self.max_positions = max_positions_of(self.config)
         self.dtype, self.device = model.dtype, model.device
         self.module = private_copy(model, NAME)
+        fuse_norms(self.module)
         shapes = _probe_layers(self.module, self.device)
         self._check_against_reference(model, shapes)
         self.cache = RaggedCache(
@@ -117,6 +120,23 @@ def private_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     except (ValueError, ImportError) as error:
         raise ValueError(f"{type(model).__name__} cannot take another attention function: {error}") from error
     return clone.eval()
+
+
+@torch.inference_mode()
+def fuse_norms(module: nn.Module) -> int:
+    """Compute RMS norms (arXiv 1910.07467) in one call instead of half a dozen, where that gives the same bits as the
+    module's own code does (in float32 it mostly does); how many were replaced."""
+    fused = 0
+    for norm in module.modules():
+        weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if not type(norm).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
+            continue
+        call = partial(functional.rms_norm, normalized_shape=tuple(weight.shape), weight=weight, eps=epsilon)
+        probe = torch.randn(4, *weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+        if torch.equal(norm(probe), call(probe)):
+            norm.forward = call  # type: ignore[method-assign]
+            fused += 1
+    return fused
 
 
 class _ShapeProbe:
