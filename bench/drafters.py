@@ -41,14 +41,18 @@ def drafter_of(label: Label, draft_model: Any) -> Any:
         case "none":
             return None
         case "model":
-            # A drafter keeps what it knows of one engine's rows: each engine gets one of its own.
-            return copy.copy(draft_model) if isinstance(draft_model, ModelDrafter) else draft_model
+            return fresh(draft_model)
         case "ngram":
             return NgramDrafter()
         case "suffix":
             # A bench decodes its prompts several times over: what it remembers of them would be the answer itself.
             return SuffixDrafter(remember=0)
     raise ValueError(f"drafter is {label.drafter!r}; expected none, model, ngram or suffix")
+
+
+def fresh(draft_model: Any) -> Any:
+    """The draft for one more engine: a drafter keeps what it knows of one engine's rows, so each gets its own."""
+    return copy.copy(draft_model) if isinstance(draft_model, ModelDrafter) else draft_model
 
 
 def length_of(label: Label) -> Any:

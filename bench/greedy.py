@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.draft_model import load_draft
+from bench.drafters import fresh
 from bench.lossless import cycling
 from bench.tiny_models import FAMILIES, noisy_copy, tiny_model
 from data.common import encode_prompt, stop_ids_of
@@ -22,7 +23,7 @@ from pipeline.config import Config
 from pipeline.models import load_target, load_tokenizer
 from pipeline.results import gate
 from pipeline.sources import load_prompts
-from specdec import Completion, Engine, Request, SamplingParams
+from specdec import Completion, Engine, ModelDrafter, Request, SamplingParams
 
 MIN_EVENTS = 50
 Texts = list[list[int]]
@@ -34,7 +35,7 @@ class GreedyCase:
 
     name: str
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | ModelDrafter
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
@@ -57,7 +58,7 @@ def _run_case(case: GreedyCase, cycles: Sequence[tuple[int, ...]]) -> list[dict[
 def _decode(case: GreedyCase, ks: tuple[int, ...]) -> list[Completion]:
     engine = Engine(
         case.target,
-        case.draft,
+        fresh(case.draft),
         k=ks[0] if len(ks) == 1 else cycling(ks),
         k_max=max(ks),
         num_slots=case.num_slots,
