@@ -271,15 +271,15 @@ def wait_for_shards(driver: subprocess.Popen[bytes], folder: Path, count: int) -
 
 @pytest.mark.slow
 def test_real_workers_one_killed_in_the_middle(data_root: Path) -> None:
+    """Whether it still owed something when it was killed depends on the machine; the result must not."""
     settings = ("traces.shard_size=1", "traces.max_tokens=60", "traces.temperatures=[1.0, 0.7, 0.5]")
     whole = contents(run_stage(STAGE, load_config(CONFIG, ["run=one", *settings]), body))
     driver = start("run=two", *settings)
     wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
     victim = next(each for each in workers_of(driver))
     victim.send_signal(signal.SIGKILL)
-    _, said = driver.communicate(timeout=300)
+    _, said = driver.communicate(timeout=900)
     assert driver.returncode == 0, said.decode()
-    assert b"starting it again" in said
     folder = data_root / "two" / STAGE.name
     assert contents(folder) == whole
     done = manifest.read(folder)
@@ -296,11 +296,11 @@ def test_real_workers_end_with_their_driver_and_the_next_one_goes_on(data_root: 
     wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
     workers = workers_of(driver)
     driver.send_signal(number)
-    _, said = driver.communicate(timeout=60)
+    _, said = driver.communicate(timeout=600)
     assert driver.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 75), said.decode()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
     driver = start("run=two", *settings)
-    _, said = driver.communicate(timeout=300)
+    _, said = driver.communicate(timeout=900)
     assert driver.returncode == 0, said.decode()
     assert contents(data_root / "two" / STAGE.name) == whole
