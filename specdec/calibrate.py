@@ -43,25 +43,23 @@ def calibrate(engine: "Engine", repeats: int, batches: Sequence[int] | None) -> 
         raise ValueError("calibrate was called with requests waiting or running; call it before the first one")
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"repeats is {repeats!r}; expected a whole number from 1 on")
-    batches = _doubling(1, len(engine._slots)) if batches is None else list(batches)
+    batches = _doubling(len(engine._slots)) if batches is None else list(batches)
     if not batches or not all(type(rows) is int and 1 <= rows <= len(engine._slots) for rows in batches):
         raise ValueError(f"batches is {batches}; expected whole numbers from 1 to num_slots = {len(engine._slots)}")
     if controller is None or isinstance(controller, FixedK) or engine._drafter is None:
         return []
     with _rehearsal(engine) as rounds:
         for rows in batches:
-            for k in [0, *_doubling(1, engine.k_max)]:
+            for k in [0, *_doubling(engine.k_max)]:
                 _time(engine, rounds, rows, k, repeats)
-    timed = [r for r in rounds if r.total_s > 0]
-    for r in timed:
+    for r in rounds:
         controller.observe_cost(r.rows, r.k, r.draft_s, r.verify_s, r.total_s)
-    return timed
+    return rounds
 
 
-def _doubling(first: int, last: int) -> list[int]:
-    """first, twice that, ... and `last`."""
-    powers = [first << i for i in range(last.bit_length()) if first << i < last]
-    return [*powers, last]
+def _doubling(last: int) -> list[int]:
+    """1, 2, 4, ... and `last`."""
+    return [*(1 << i for i in range((last - 1).bit_length())), last]
 
 
 @contextmanager

@@ -57,21 +57,24 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def copied(data: Path, folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A copy of a data root, which is the data root from now on."""
+    copy = folder / "data"
+    shutil.copytree(data, copy)
+    patch.setenv("SPEC_DATA_ROOT", str(copy))
+    return copy
+
+
 @pytest.fixture
 def root(traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    copy = tmp_path / "data"
-    shutil.copytree(traced, copy)
-    monkeypatch.setenv("SPEC_DATA_ROOT", str(copy))
-    return copy
+    return copied(traced, tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def trained(traced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of it with stage 03 done too."""
-    copy = tmp_path_factory.mktemp("trained") / "data"
-    shutil.copytree(traced, copy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPEC_DATA_ROOT", str(copy))
+        copy = copied(traced, tmp_path_factory.mktemp("trained"), patch)
         train(tiny_config())
     return copy
 
@@ -79,10 +82,7 @@ def trained(traced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def done(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The finished stage's folder, in a data root of the test's own."""
-    copy = tmp_path / "data"
-    shutil.copytree(trained, copy)
-    monkeypatch.setenv("SPEC_DATA_ROOT", str(copy))
-    return copy / "tiny" / STAGE.name
+    return copied(trained, tmp_path, monkeypatch) / "tiny" / STAGE.name
 
 
 def test_stage_trains_both_drafts_and_says_so(done: Path) -> None:
