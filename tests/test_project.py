@@ -253,7 +253,7 @@ def test_readme_engine_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)  # a quarter of an hour alone on two cores; here one core, and other tests beside it
+@pytest.mark.timeout(3000)  # every stage, with other tests beside it
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make would build .venv: run by make test-all")
 def test_make_demo_ends_with_a_table_and_passing_gates(data_root: Path) -> None:
     done = subprocess.run(["make", "demo"], cwd=ROOT, capture_output=True, text=True, check=False)
