@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,12 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# the controller with its parts, and the record of a round that it takes
+CONTROLLER = (*(f"specdec.{path.stem}" for path in (ROOT / "specdec").glob("controller*.py")), "specdec.stats")
 ALLOWED_IMPORTS = {
     "pipeline": (),
     "specdec": (),
+    "vllm_draft_spec": CONTROLLER,
     "data": ("pipeline", "specdec"),
     "train": ("pipeline", "specdec", "data.common", "data.shards", "data.filtered", "data.scoring"),
     # the last three: what a bench of stage 01 runs
@@ -81,6 +86,7 @@ def forbidden_imports(source: str, package: str) -> set[str]:
         ("bench", "from data import shards", {"data.shards"}),
         ("data", "from bench.tables import read", {"bench.tables.read"}),
         ("train", "from data.filtered import iter_rows\nfrom data.filter import body", {"data.filter.body"}),
+        ("vllm_draft_spec", "from specdec.controller import Adaptive\nimport specdec.engine", {"specdec.engine"}),
     ],
 )
 def test_import_rule_sees_every_form_of_import(package: str, source: str, expected: set[str]) -> None:
@@ -155,7 +161,8 @@ def copy_of_package(tmp_path: Path) -> Path:
     copy = tmp_path / "checkout"
     for path in tracked_files():
         relative = path.relative_to(ROOT)
-        if relative.parts[0] == "specdec" or relative.name in ("pyproject.toml", "README.md", "LICENSE"):
+        needed = ("specdec", "vllm_draft_spec", "pyproject.toml", "README.md", "LICENSE")
+        if relative.parts[0] in needed:
             (copy / relative).parent.mkdir(parents=True, exist_ok=True)
             (copy / relative).write_bytes(path.read_bytes())
     return copy
@@ -167,6 +174,13 @@ def test_pip_installs_specdec_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert list(installed) == ["specdec"]
     hard = [requirement for requirement in installed["specdec"] if "extra ==" not in requirement]
     assert hard == []
+
+
+def test_the_plugin_is_an_entry_point_of_vllm() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, name = project["project"]["entry-points"]["vllm.general_plugins"]["vllm_draft_spec"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert set(project["tool"]["setuptools"]["packages"]) == {"specdec", "vllm_draft_spec"}
 
 
 WITHOUT_TORCH = """

