@@ -40,6 +40,7 @@ from pipeline.context import StageContext, StageStopped, StopSignals, say
 from pipeline.files import BusyError
 
 __all__ = [
+    "WORK",
     "BusyError",
     "DiskError",
     "Stage",
@@ -50,6 +51,7 @@ __all__ = [
     "run_stage",
     "stage_main",
 ]
+WORK = ".work-"  # <stage>.work-<12 digits of a hash>: a body's unfinished work (checkpoints), archived for other nodes
 EXIT_DONE, EXIT_USER, EXIT_STALE, EXIT_BUSY, EXIT_DISK, EXIT_STOPPED = 0, 2, 3, 4, 74, 75
 
 Body = Callable[[StageContext], Mapping[str, Any]]
@@ -225,12 +227,14 @@ def _copy_to_archive(config: Config, name: str, folder: Path) -> None:
 
 
 def _take_over(config: Config, stage: Stage, folder: Path, wanted: dict[str, Any], force: bool) -> None:
-    """Under the lock: with `force` put an old folder aside; else fetch a finished one if only the archive has it."""
-    if force:
-        if folder.exists():
-            say(stage.name, f"moved the old folder to {files_module.move_aside(folder)}")
-        return
+    """Under the lock: with `force` put old folders aside; else fetch a finished one if only the archive has it."""
     archived = _archived(config, stage.name)
+    if force:
+        unfinished = archived.parent.glob(f"{archived.name}{WORK}????????????") if archived is not None else ()
+        for old in [folder, *unfinished]:
+            if old.exists():
+                say(stage.name, f"moved the old folder to {files_module.move_aside(old)}")
+        return
     finished = manifest.read(archived) if archived is not None else None
     if archived is None or finished is None or manifest.read(folder) is not None:
         return

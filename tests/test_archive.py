@@ -63,6 +63,18 @@ def test_an_archived_stage_of_other_settings_is_stale(archive_root: Path) -> Non
     assert outputs(old) == expected_outputs(seed=0)
 
 
+def test_force_starts_over_from_nothing_archived(archive_root: Path) -> None:
+    """Checkpoints of the unfinished stage would otherwise be continued after --force."""
+    work = archive_root / "tiny" / "01_toy.work-0123456789ab"
+    work.mkdir(parents=True)
+    (work / "checkpoint").write_text("old")
+    for _ in range(2):
+        run(force=True)
+        assert not work.exists()
+        (old,) = work.parent.glob("01_toy.work-*")
+        assert (old / "checkpoint").read_text() == "old"
+
+
 def test_a_damaged_archive_is_not_taken(archive_root: Path, data_root: Path) -> None:
     folder, _ = run()
     lose(folder)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import archive, files, manifest
-from pipeline.stage import Stage, StageContext, stage_main
+from pipeline.stage import WORK, Stage, StageContext, stage_main
 from train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Training:
         self.origin = files.sha256_json(ctx.shards.header["fingerprint"])
         root = archive.root()
         home = root / ctx.config.run if root else ctx.folder
-        self.work = home / f"{ctx.stage}.work-{self.origin[:12]}"
+        self.work = home / f"{ctx.stage}{WORK}{self.origin[:12]}"
 
     def make(self, draft: TrainedDraft, folder: Path) -> None:
         """Train one draft, with its on-policy rounds, and write its folder. StageStopped after SIGTERM or USR1."""
