@@ -28,8 +28,9 @@ from data.tracer import backend_kind
 from data.vllm_backend import cpu_cache_bytes, engine_options, to_completion
 from pipeline import tiny
 from pipeline.config import load_config
-from pipeline.models import load_target
+from pipeline.models import load_target, load_tokenizer
 from pipeline.stage import run_stage
+from train.student import export, first_layers, freeze_embedding
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.yaml"
@@ -169,3 +170,24 @@ def test_finished_shards_do_not_change_when_vllm_is_killed(data_root: Path, targ
     final = {file["name"]: file["sha256"] for file in json.loads((folder / "done.json").read_text())["files"]}
     assert len(final) == 6
     assert final.items() >= kept.items()
+
+
+@pytest.mark.slow
+def test_an_exported_draft_is_the_same_model_to_vllm(tmp_path: Path, target: str) -> None:
+    """All of the target's layers under a head of its own (untied by frozen embeddings): everything must be accepted."""
+    pytest.importorskip("vllm")
+    config = load_config(CONFIG, [target])
+    model = load_target(config.models, "cpu")
+    draft = first_layers(model, model.config.num_hidden_layers)
+    freeze_embedding(draft)
+    export(draft, load_tokenizer(config.models), tmp_path / "draft", {})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("vllm_draft.py")), config.models.target, str(tmp_path / "draft")],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["texts"] == result["plain"]
+    assert result["counters"]["accepted_tokens"] == result["counters"]["draft_tokens"] > 20
