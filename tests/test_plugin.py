@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,13 @@ def original(a: int, b: int) -> int:
 
 def other(a: int) -> int:
     return a
+
+
+def wrapped_by_another() -> Callable[..., int]:
+    """Like functools.wraps in a module of that name: it says that it is the original."""
+    scope: dict[str, Any] = {"__name__": "another.plugin", "original": original, "functools": functools}
+    exec("@functools.wraps(original)\ndef act(*args): return original(*args)", scope)
+    return scope["act"]
 
 
 @pytest.fixture
@@ -81,6 +90,7 @@ def test_installs_once_however_often_it_is_called(fake_vllm: ModuleType, monkeyp
         (lambda vllm: setattr(vllm, "__version__", "0.99.1"), r"vLLM 0\.99\.1 is not supported, only 0\.26"),
         (lambda vllm: delattr(vllm, "act"), r"vllm\.act is missing"),
         (lambda vllm: setattr(vllm, "act", problems), r"vllm\.act was replaced by vllm_draft_spec\.versions; switch"),
+        (lambda vllm: setattr(vllm, "act", wrapped_by_another()), r"vllm\.act was replaced by another\.plugin; switch"),
         (lambda vllm: setattr(vllm, "act", other), r"vllm\.act has no parameter b"),
     ],
 )

@@ -6,9 +6,10 @@ it exists, that it is still vLLM's own (another plugin may have replaced it), th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,18 @@ class Anchor:
             holder = getattr(holder, part)
         setattr(holder, last, value)
 
+    def wrap(self, around: Callable[..., Any]) -> None:
+        """`around` is called in its place, with the original as first argument."""
+        found = self.value()
+        is_property = isinstance(found, property)
+        original = found.fget if is_property else found
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        self.replace(property(wrapped) if is_property else wrapped)
+
     def problem(self) -> str | None:
         """Why it cannot be used, or None."""
         where = f"{self.module}.{self.name}"
@@ -51,15 +64,29 @@ class Anchor:
         except (ImportError, AttributeError):
             return f"{where} is missing"
         found = getattr(found, "fget", found)  # a property has its function there
-        owner = self.owner or self.module
-        if getattr(found, "__module__", owner) != owner:
-            return f"{where} was replaced by {found.__module__}; switch the other plugin off (VLLM_PLUGINS)"
+        stranger = replaced_by(found, self.owner or self.module)
+        if stranger:
+            return f"{where} was replaced by {stranger}; switch the other plugin off (VLLM_PLUGINS)"
         if self.parameters:
             known = inspect.signature(found).parameters
             missing = [name for name in self.parameters if name not in known]
             if missing:
                 return f"{where} has no parameter {', '.join(missing)}"
         return None
+
+
+def replaced_by(found: Any, owner: str) -> str | None:
+    """The module that put `found`, a function or class, in the place of what `owner` defined; None when it is still
+    there. A wrapper calls itself what it wraps, so that the modules of its code count; torch's decorators are fine."""
+    if getattr(found, "__module__", owner) != owner:
+        return found.__module__
+    layer = found
+    while layer is not None:
+        home = getattr(layer, "__globals__", {}).get("__name__", owner)
+        if home.split(".")[0] not in (owner.split(".")[0], "torch", "contextlib"):
+            return home
+        layer = getattr(layer, "__wrapped__", None)
+    return None
 
 
 def minor(version: str) -> str:
