@@ -24,6 +24,12 @@ def load_draft(config: Config, target: Any, device: str, dtype: str | None = Non
     return drafter_of(folder, target, device, dtype or config.models.dtype)
 
 
+def draft_name(config: Config) -> str:
+    """The config's draft as result rows name it."""
+    draft = config.models.draft
+    return draft.model or draft.trained or f"keep_layers={draft.keep_layers}"
+
+
 def trained_folder(config: Config) -> Path:
     """Where stage 03 of the config's run puts its draft. ValueError when it is not there."""
     assert config.models.draft.trained is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.cells import measure_cell
-from bench.draft_model import load_draft
+from bench.draft_model import draft_name, load_draft
 from bench.drafters import labels_of
 from bench.greedy import g2_gate, run_g2, tiny_cases
 from bench.lossless import run_g1
@@ -43,11 +43,6 @@ class Bench:
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.config.models)
-
-    @property
-    def draft_name(self) -> str:
-        draft = self.config.models.draft
-        return draft.model or draft.trained or f"keep_layers={draft.keep_layers}"
 
     def prompt_ids(self, source: PromptSource) -> list[list[int]]:
         """The set's prompts as token ids. ValueError naming one that does not fit the target's context."""
@@ -86,7 +81,7 @@ class Bench:
     def _named(self, row: dict[str, Any], prompt_set: str) -> dict[str, Any]:
         names = {
             "target": self.config.models.target,
-            "draft": self.draft_name if row["drafter"] == "model" else None,
+            "draft": draft_name(self.config) if row["drafter"] == "model" else None,
             "dtype": self.config.models.dtype,
             "prompt_set": prompt_set,
         }

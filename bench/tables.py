@@ -16,17 +16,17 @@ def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "prompts": [row["prompt_set"] for row in rows],
-            "T": [_number(row["temperature"]) for row in rows],
+            "T": [number(row["temperature"]) for row in rows],
             "batch": [str(row["batch"]) for row in rows],
             "drafter": [_drafter(row) for row in rows],
             "k": [_length(row) for row in rows],
             "tokens/s": [_with_interval(row, "tokens_per_s") for row in rows],
             "speed vs k=0": [_with_interval(row, "speedup") for row in rows],
             "alpha": [_with_interval(row, "alpha") for row in rows],
-            "tokens a round": [_number(row.get("tokens_per_round")) for row in rows],
-            "draft step ms": [_number(row.get("draft_step_ms")) for row in rows],
-            "verify ms": [_number(row.get("verify_ms")) for row in rows],
-            "overhead ms": [_number(row.get("overhead_ms")) for row in rows],
+            "tokens a round": [number(row.get("tokens_per_round")) for row in rows],
+            "draft step ms": [number(row.get("draft_step_ms")) for row in rows],
+            "verify ms": [number(row.get("verify_ms")) for row in rows],
+            "overhead ms": [number(row.get("overhead_ms")) for row in rows],
             "tokens/s, whole pass": [_with_interval(row, "tokens_per_s_wall") for row in rows],
         }
     )
@@ -37,7 +37,7 @@ def category_table(result: Mapping[str, Any], value: str) -> pd.DataFrame:
     rows = result["rows"]
     categories = dict.fromkeys(row["prompt_set"] for row in rows)
     variants = dict.fromkeys((_drafter(row), _limit(row)) for row in rows)
-    cells = {(_drafter(row), _limit(row), row["prompt_set"]): _number(row.get(value)) for row in rows}
+    cells = {(_drafter(row), _limit(row), row["prompt_set"]): number(row.get(value)) for row in rows}
     columns = {"drafter": [name for name, _ in variants], "k": [limit for _, limit in variants]}
     return pd.DataFrame(columns | {c: [cells.get((*variant, c), _NOTHING) for variant in variants] for c in categories})
 
@@ -54,8 +54,8 @@ def gate_table(result: Mapping[str, Any]) -> pd.DataFrame:
         {
             "gate": [name for name, _ in gates],
             "state": [record["state"] for _, record in gates],
-            "value": [_number(record["value"]) for _, record in gates],
-            "limit": [_number(record["limit"]) for _, record in gates],
+            "value": [number(record["value"]) for _, record in gates],
+            "limit": [number(record["limit"]) for _, record in gates],
             "reason": [record["reason"] or _NOTHING for _, record in gates],
         }
     )
@@ -68,7 +68,7 @@ def evidence_table(result: Mapping[str, Any], gate: str) -> pd.DataFrame:
 
 def _all_columns(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "gate"]
-    return pd.DataFrame({name: [_number(row.get(name)) for row in rows] for name in columns})
+    return pd.DataFrame({name: [number(row.get(name)) for row in rows] for name in columns})
 
 
 def to_text(table: pd.DataFrame) -> str:
@@ -94,7 +94,7 @@ def _length(row: Mapping[str, Any]) -> str:
     """The fixed draft length; a controller by name, with the mean it chose and the most it may."""
     if row["controller"] in ("none", "fixed"):
         return str(row["k"])
-    return f"{row['controller']}: {_number(row['mean_k'])} of {row['k']}"
+    return f"{row['controller']}: {number(row['mean_k'])} of {row['k']}"
 
 
 def _limit(row: Mapping[str, Any]) -> str:
@@ -105,18 +105,18 @@ def _limit(row: Mapping[str, Any]) -> str:
 def _with_interval(row: Mapping[str, Any], name: str) -> str:
     interval = row.get(f"{name}_ci")
     if row.get(name) is None or interval is None:
-        return _number(row.get(name))
-    return f"{_number(row[name])} [{_number(interval[0])}, {_number(interval[1])}]"
+        return number(row.get(name))
+    return f"{number(row[name])} [{number(interval[0])}, {number(interval[1])}]"
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
     """Three significant digits, all digits of a whole part; texts as they are."""
     if value is None or value != value:
         return _NOTHING
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, list):
-        return "[" + ", ".join(_number(item) for item in value) + "]"
+        return "[" + ", ".join(number(item) for item in value) + "]"
     if isinstance(value, int) or abs(value) >= 1000:
         return str(round(value))
     return f"{value:.3g}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
+from pipeline.config_profile import DEFAULT_PROFILE, ProfileConfig
 from pipeline.config_train import DEFAULT_TRAIN, TrainConfig
 from pipeline.fields import count as _count
 from pipeline.fields import name as _name
@@ -203,6 +204,7 @@ class Config:
     train: TrainConfig = DEFAULT_TRAIN
     bench_draft: BenchDraftConfig = DEFAULT_BENCH_DRAFT
     bench_engine: BenchEngineConfig
+    profile: ProfileConfig = DEFAULT_PROFILE
     workers: WorkersConfig = WorkersConfig()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 scripts="$SPEC_CHECKOUT/scripts"
 
-stages=(00_check_env 01_gen_traces 02_filter 03_train_draft 04_bench_engine report)
+stages=(00_check_env 01_gen_traces 02_filter 03_train_draft 04_bench_engine 06_profile report)
 config="$SPEC_CHECKOUT/configs/demo.yaml"
 first=""
 force=()

@@ -18,7 +18,7 @@ from pipeline.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run", ROOT / "env.sh.example"]
-STAGES = ["00_check_env", "01_gen_traces", "02_filter", "03_train_draft", "04_bench_engine", "report"]
+STAGES = ["00_check_env", "01_gen_traces", "02_filter", "03_train_draft", "04_bench_engine", "06_profile", "report"]
 TINY = ROOT / "configs" / "tiny.yaml"
 STAND_IN = """#!/bin/bash
 echo "STAGE got $* root=${SPEC_DATA_ROOT:-none}"
