@@ -6,13 +6,13 @@ times are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.results import gate
 from specdec.controller import Adaptive, FixedK
 from specdec.simulate_costs import CostModel, cost_models
-from specdec.simulate_run import Noise, OneLength, Truth, calibrate, simulate
-from specdec.simulate_traces import phases
+from specdec.simulate_run import Noise, OneLength, Run, Truth, calibrate, simulate
+from specdec.simulate_traces import Trace, phases
 
 OF_BEST_FIXED, OF_ORACLE, OF_PLAIN = 0.97, 0.95, 0.98
 MIN_REPEATS = 3
@@ -46,19 +46,31 @@ def engine_shares(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 def shifting_share(cost: CostModel) -> dict[str, Any]:
     """The same for a row whose acceptance changes every 2,000 tokens, against the length best in each phase too."""
-    trace = phases(RATES, phase_tokens=PHASE_TOKENS, count=2, requests=1, seed=6)
-    adaptive = Adaptive(K_MAX)
-    calibrate(adaptive, cost, rows=1, repeats=5, noise=Noise(), seed=7)
-    speed = simulate(trace, cost, OneLength(adaptive), slots=1).speed
+    trace = shifting_trace()
+    speed = shifting_run(cost, "adaptive").speed
     fixed = [simulate(trace, cost, OneLength(FixedK(k)), slots=1).speed for k in range(K_MAX + 1)]
     return {
         "gate": "G4",
         "case": f"simulated: acceptance {RATES[0]} and {RATES[1]} in turn, costs {cost.name}",
         "of_best_fixed": speed / max(fixed),
-        "of_oracle": speed / simulate(trace, cost, Truth(cost, K_MAX), slots=1).speed,
+        "of_oracle": speed / shifting_run(cost, "oracle").speed,
         "of_plain": speed / fixed[0],
         "judged": True,
     }
+
+
+def shifting_trace() -> Trace:
+    """One row of RATES in turn."""
+    return phases(RATES, phase_tokens=PHASE_TOKENS, count=2, requests=1, seed=6)
+
+
+def shifting_run(cost: CostModel, policy: Literal["adaptive", "oracle"]) -> Run:
+    """That row decoded by the adaptive controller, or by the policy that knows all rates and costs."""
+    if policy == "oracle":
+        return simulate(shifting_trace(), cost, Truth(cost, K_MAX), slots=1)
+    adaptive = Adaptive(K_MAX)
+    calibrate(adaptive, cost, rows=1, repeats=5, noise=Noise(), seed=7)
+    return simulate(shifting_trace(), cost, OneLength(adaptive), slots=1)
 
 
 def g4_gate(evidence: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

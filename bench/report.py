@@ -1,7 +1,8 @@
-"""RESULTS_ENGINE.md from result JSON: every number in it comes from a file, none is typed.
+"""Pages from result JSON: every number in them comes from a file, none is typed.
 
+    python -m bench.report --config configs/demo.yaml    # that run's report.html and RESULTS_ENGINE.md, in its folder
+    python -m bench.report --compare RUN_A RUN_B         # two runs (folders, or names under SPEC_DATA_ROOT)
     python -m bench.report --results results/*.json --out RESULTS_ENGINE.md
-    python -m bench.report --config configs/demo.yaml    # that run's results, written beside them
 
 The same files give the same text, whatever the order they are named in.
 """
@@ -14,6 +15,10 @@ from typing import Any
 
 import pandas as pd
 
+from bench import report_compare
+from bench.report_data import read_run
+from bench.report_html import OUT as HTML
+from bench.report_html import write_report
 from bench.tables import category_table, evidence_table, gate_table, plain_table, speed_table
 from pipeline import files
 from pipeline.config import load_config
@@ -105,19 +110,28 @@ def _pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"- Repeats: {repeats}{interval}"
 
 
-def main(
-    argv: Sequence[str] | None = None,
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code. With --config, report.html comes after the page and is named last."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--compare" in argv:
+        return report_compare.main(argv)
+    code = page_main(argv, render=render, out_name=OUT, prog="bench.report")
+    arguments, _ = _parser("bench.report", OUT).parse_known_args(argv)
+    if code == 0 and arguments.config:
+        folder = data_root() / load_config(arguments.config).run
+        print(write_report(read_run(folder), folder / HTML)[0])
+    return code
+
+
+def page_main(
+    argv: Sequence[str] | None,
     *,
-    render: Callable[[Mapping[str, Mapping[str, Any]]], str] = render,
-    out_name: str = OUT,
-    prog: str = "bench.report",
+    render: Callable[[Mapping[str, Mapping[str, Any]]], str],
+    out_name: str,
+    prog: str,
 ) -> int:
-    """The command line of a page; the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description=f"Write {out_name} from result files.")
-    parser.add_argument("--results", nargs="+", default=[], metavar="PATH", help="result files")
-    parser.add_argument("--config", help="take every result of this experiment's run under SPEC_DATA_ROOT")
-    parser.add_argument("--out", help=f"default: {out_name} here, or in the run's folder with --config")
-    arguments = parser.parse_args(argv)
+    """The command line of a markdown page; the exit code."""
+    arguments = _parser(prog, out_name).parse_args(argv)
     try:
         if not (arguments.results or arguments.config):
             raise ValueError("no result files; name them with --results, or a run with --config")
@@ -131,6 +145,14 @@ def main(
     files.write_atomic(out, text)
     print(f"{out}: {len(paths)} result files")
     return 0
+
+
+def _parser(prog: str, out_name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=f"Write {out_name} from result files.")
+    parser.add_argument("--results", nargs="+", default=[], metavar="PATH", help="result files")
+    parser.add_argument("--config", help="take every result of this experiment's run under SPEC_DATA_ROOT")
+    parser.add_argument("--out", help=f"default: {out_name} here, or in the run's folder with --config")
+    return parser
 
 
 def _short_name(path: Path) -> str:

@@ -149,4 +149,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main(render=render, out_name=OUT, prog="bench.training_report"))
+    sys.exit(report.page_main(None, render=render, out_name=OUT, prog="bench.training_report"))

@@ -37,7 +37,7 @@ def _prompt_sources(config: Config, section: str) -> tuple[PromptSource, ...]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line a changed value, such as "config.traces.batch: 8 -> 4"."""
-    before, after = dict(_flat("", old)), dict(_flat("", new))
+    before, after = dict(flat("", old)), dict(flat("", new))
     return [
         f"{key}: {before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
         for key in sorted(before.keys() | after.keys())
@@ -45,7 +45,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(dotted key, value as JSON) of every leaf, under the key `path`."""
     children: Any = ()
     if isinstance(value, Mapping):
         children = value.items()
@@ -54,4 +55,4 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     elif path:
         yield path, json.dumps(value)
     for key, child in children:
-        yield from _flat(f"{path}.{key}" if path else str(key), child)
+        yield from flat(f"{path}.{key}" if path else str(key), child)

@@ -48,10 +48,14 @@ run_stage() {
     esac
 }
 
+# The pages are written before the gates are judged, and named after them: report.html is the last line.
 report() {
-    "$SPEC_PYTHON" -P -m bench.report --config "$config" &&
-        "$SPEC_PYTHON" -P -m bench.training_report --config "$config" &&
-        "$SPEC_PYTHON" -P -m bench.gates --config "$config"
+    local pages status=0
+    "$SPEC_PYTHON" -P -m bench.training_report --config "$config" || return
+    pages=$("$SPEC_PYTHON" -P -m bench.report --config "$config") || return
+    "$SPEC_PYTHON" -P -m bench.gates --config "$config" || status=$?
+    printf '%s\n' "$pages"
+    return "$status"
 }
 
 # A number is enough for --from: 04 means 04_bench_engine.
