@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from bench.profile_tables import cost_table, group_table
 from bench.recommend import MEMORY
 from bench.report_blocks import WHERE, Section, Table, frame_of, grouped, median_or_none, table_of_frame
 from bench.report_data import Row, RunData, is_number, load_of, method_of
@@ -20,6 +21,7 @@ def time_split(run: RunData) -> Section:
     """Drafting, verification and overhead of a round, at fixed lengths."""
     rows = [row for row in run.rows if "gate" not in row and row.get("engine") and row.get("verify_ms") is not None]
     rows = [row for row in rows if row.get("controller") in ("none", "fixed") and row.get("jobs", 1) == 1]
+    rows = [row for row in rows if row["stage"] != PROFILE_STAGE]
     if not rows:
         return Section(id="time", title="Where a round's time goes", missing=f"No times of rounds. {RUN_BENCH}")
     records = [
@@ -66,22 +68,32 @@ def memory(run: RunData) -> Section:
 
 
 def profile(run: RunData) -> Section:
-    """Stage 06's tables, one for each kind of row that it wrote."""
-    rows = [row for row in run.rows if row["stage"] == PROFILE_STAGE and "gate" not in row]
-    kinds = grouped([row | {"kind": row.get("kind") or row.get("table")} for row in rows], "kind")
-    blocks = [
-        table_of_frame(
-            f"profile_{index}", str(kind or "Measured").replace("_", " "), frame_of(ours, list(_columns(ours)))
+    """Stage 06: the time of each phase by group of kernels, and what steps cost."""
+    found = next((result for result in run.results.values() if result["stage"] == PROFILE_STAGE), None)
+    if found is None or not found["rows"]:
+        missing = "No profile. Run scripts/06_profile.sh."
+        return Section(id="profile", title="Profile of a round", missing=missing)
+    rows = [row for row in found["rows"] if "group" in row]
+    blocks: list[Figure | Table] = [table_of_frame("profile_costs", "What steps cost", cost_table(found))]
+    if rows:
+        times = [{"phase": f"batch {row['batch']}, context {row['context']}: {row['phase']}", **row} for row in rows]
+        names = list(dict.fromkeys(row["phase"] for row in times))
+        groups = list(dict.fromkeys(row["group"] for row in rows))
+        table = pd.DataFrame(times).pivot_table(index="phase", columns="group", values="group_ms").loc[names, groups]
+        blocks.append(
+            stacked_bars(
+                "profile_groups",
+                "Time of each phase, by group of kernels",
+                table.head(MOST_BARS),
+                x_label="ms",
+                frame=pd.DataFrame(rows),
+            )
         )
-        for index, ((kind,), ours) in enumerate(kinds.items())
-    ]
-    missing = "" if blocks else "No profile. Run scripts/06_profile.sh."
-    return Section(id="profile", title="Profile of a round", blocks=blocks, missing=missing)
-
-
-def _columns(rows: list[Row]) -> dict[str, None]:
-    """All columns but the one that names the table and the stage."""
-    return dict.fromkeys(name for row in rows for name in row if name not in ("kind", "table", "stage"))
+        blocks.append(table_of_frame("profile_shares", "The same as shares", group_table(found), folded=True))
+    intro = (
+        "c: time of a draft step over that of a target step. A Chrome trace of each phase lies in the stage's folder."
+    )
+    return Section(id="profile", title="Profile of a round", intro=intro, blocks=blocks)
 
 
 def _draft_ms(row: Row) -> float:

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from bench import report, report_compare, report_html
+from bench.kernel_groups import GROUPS
 from bench.report_data import read_run
 from pipeline.results import gate
 from tests.chromium import PROGRAM, browser
@@ -50,7 +51,10 @@ def page_of(folder: Path) -> str:
 
 
 def full_run(folder: Path, name: str = "arithmetic") -> Path:
-    """A run with something for every section but the profile and the server's."""
+    """A run with something for every section but the server's."""
+    cell = WHERE | {"batch": 1, "context": 32, "k": 2, "controller": "fixed", "verify_ms": 3.0}
+    shares = [cell | {"phase": "draft", "group": g, "group_ms": 1.0, "share": 1 / len(GROUPS)} for g in GROUPS]
+    write_run(folder, [cell | {"cost_ratio": 0.1}, *shares], gates={}, stage="06_profile")
     write_filter(folder, name)
     write_draft(folder, METRICS, domain=name)
     rows = [
@@ -75,7 +79,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_section_is_there_with_its_data_as_csv(page_path: Path) -> None:
     found = Ids(page_path.read_text(encoding="utf-8"))
     assert [each for each in found.ids if each in SECTIONS] == SECTIONS
-    assert found.tags.count("svg") == 7
+    assert found.tags.count("svg") == 8
     folder = page_path.parent / "report_data"
     speeds = pd.read_csv(folder / "speed_by_batch.csv")
     assert set(speeds["drafter"]) == {"ngram", "model"}
