@@ -6,6 +6,7 @@ A pure function of a run's rows and gates. It says "do not speculate" when that 
   contexts), and only when it was measured in all of them: else an easy set of prompts would win.
 - It *pays* when the lower end of that mean's interval is above 1. Without repeats there is no interval; then it has to
   be 10 % faster, which is the noise of a single short run.
+- Under vLLM a method whose greedy texts are not those of vLLM without speculation is not taken, however fast.
 - Of methods within 3 % of the best one, an adaptive draft length is taken: it still holds when prompts change.
 """
 
@@ -16,10 +17,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report_data import Load, Method, Row, cell_of, geometric_mean, is_number, load_of, method_of, speeds
+from bench.report_data import (
+    ENGINES,
+    Load,
+    Method,
+    Row,
+    cell_of,
+    geometric_mean,
+    is_number,
+    load_of,
+    method_of,
+    speeds,
+)
 
 NOISE, CLOSE, SLOWER = 1.10, 0.97, 0.98
 PROOFS = ("G1", "G2")
+PLAIN = "no speculation"
 MEMORY = {
     "peak_memory_gib": "peak memory of the engine, GiB",
     "kv_tokens": "tokens that the server's cache holds",
@@ -30,7 +43,8 @@ MEMORY = {
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """A method at a load. speedup: geometric mean over `cells` cells; low: of the intervals' lower ends, None without
-    repeats; worst: (prompts, speedup) of the slowest cell; memory: by name, the largest measured."""
+    repeats; worst: (prompts, speedup) of the slowest cell; memory: by name, the largest measured; texts: under vLLM,
+    (greedy texts that are those without speculation or part from them at a tie, texts compared)."""
 
     method: Method
     speedup: float
@@ -40,6 +54,11 @@ class Score:
     tokens_per_s: tuple[float, float]
     alpha: float | None
     memory: Mapping[str, float]
+    texts: tuple[int, int] | None
+
+    @property
+    def is_different(self) -> bool:
+        return self.texts is not None and self.texts[0] < self.texts[1]
 
     @property
     def pays(self) -> bool:
@@ -60,18 +79,19 @@ class Choice:
 
     @property
     def method(self) -> str:
-        return self.best.method.label if self.best and self.verdict == "pays" else "no speculation"
+        return self.best.method.label if self.best and self.verdict == "pays" else PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """verdict: use (it pays somewhere and the output is proven), plain (it pays nowhere), unproven (it pays, but G1 or
-    G2 does not hold), unknown (nothing was measured)."""
+    """verdict: use (it pays somewhere and the output is proven), plain (it pays nowhere), unproven (it pays, but what
+    proves the output does not hold or was not run), unknown (nothing was measured); proofs: a sentence each."""
 
     verdict: str
     headline: str
     reasons: Sequence[str]
     cautions: Sequence[str]
+    proofs: Sequence[str]
     choices: Sequence[Choice]
 
 
@@ -82,8 +102,9 @@ def recommend(rows: Iterable[Row], gates: Mapping[str, Mapping[str, Any]]) -> Re
         by_load[load_of(row)].append(row)
     choices = [choose(load, by_load[load]) for load in sorted(by_load)]
     choices = [choice for choice in choices if choice.scores]
-    unproven = [name for name in PROOFS if gates.get(name, {}).get("state") != "pass"]
     paying = [choice for choice in choices if choice.verdict == "pays"]
+    unproven = list(_unproven(paying, gates))
+    failed = [name for name in PROOFS if gates.get(name, {}).get("state") == "fail" and name not in unproven]
     if not choices:
         verdict = "unknown"
     elif not paying:
@@ -94,9 +115,29 @@ def recommend(rows: Iterable[Row], gates: Mapping[str, Mapping[str, Any]]) -> Re
         verdict=verdict,
         headline=_headline(verdict, choices, unproven),
         reasons=[choice.reason for choice in choices],
-        cautions=list(_cautions(choices, gates)),
+        cautions=list(_cautions(choices, [*failed, *unproven])),
+        proofs=[] if failed or unproven else list(_proofs(choices, gates)),
         choices=choices,
     )
+
+
+def _unproven(paying: Sequence[Choice], gates: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """What would prove the output of the methods that pay, and does not: G1 and G2 for this engine's, the comparison of
+    greedy texts for vLLM's."""
+    engines = {choice.load.engine for choice in paying}
+    if "specdec" in engines:
+        yield from (name for name in PROOFS if gates.get(name, {}).get("state") != "pass")
+    if any(choice.best and not choice.best.texts for choice in paying if choice.load.engine == "vllm"):
+        yield "vLLM's greedy texts"
+
+
+def _proofs(choices: Sequence[Choice], gates: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    for name in PROOFS:
+        if gates.get(name, {}).get("state") == "pass":
+            yield f"{name}: {gates[name]['reason']}."
+    compared = {c.best.method.label: c.best.texts for c in choices if c.verdict == "pays" and c.best and c.best.texts}
+    for label, (same, total) in compared.items():
+        yield f"vLLM, {label}: {same} of {total} greedy texts are those without speculation."
 
 
 def choose(load: Load, rows: Sequence[Row]) -> Choice:
@@ -142,11 +183,21 @@ def _score(method: Method, rows: Sequence[Row]) -> Score:
         tokens_per_s=(min(rates), max(rates)),
         alpha=sum(alphas) / len(alphas) if alphas else None,
         memory={name: max(values) for name, values in memory.items() if values},
+        texts=_texts(rows),
     )
+
+
+def _texts(rows: Sequence[Row]) -> tuple[int, int] | None:
+    """The server that all these rows are of decoded the same texts once."""
+    compared = [row for row in rows if is_number(row.get("texts")) and is_number(row.get("texts_same"))]
+    if not compared:
+        return None
+    return compared[0]["texts_same"] + (compared[0].get("texts_tied") or 0), compared[0]["texts"]
 
 
 def _preferred(scores: Sequence[Score]) -> Score | None:
     """The fastest, or an adaptive one that is as good as that; `scores` come with the fastest first."""
+    scores = [score for score in scores if not score.is_different]
     if not scores:
         return None
     close = [score for score in scores if score.speedup >= CLOSE * scores[0].speedup]
@@ -154,9 +205,9 @@ def _preferred(scores: Sequence[Score]) -> Score | None:
 
 
 def _reason(load: Load, verdict: str, best: Score | None, drafting: Sequence[Score]) -> str:
-    start = f"At {load.label} ({load.engine})"
+    start = f"{load.phrase[0].upper()}{load.phrase[1:]} ({ENGINES.get(load.engine, load.engine)})"
     if best is None:
-        return f"{start}: no method was measured beside plain decoding on the same prompts."
+        return f"{start}: no method with unchanged texts was measured beside plain decoding."
     gain = f"{best.speedup:.2f}x" + (f" (at least {best.low:.2f}x)" if best.low is not None else "")
     if verdict == "does not pay":
         return f"{start} plain decoding is fastest: the best method, {best.method.label}, reaches {gain}."
@@ -176,35 +227,42 @@ def _headline(verdict: str, choices: Sequence[Choice], unproven: Sequence[str]) 
         return "Nothing to recommend yet: this run measured no method beside plain decoding."
     if verdict == "plain":
         return "Do not speculate here: no method measured is clearly faster than plain decoding."
-    by_method: dict[str, list[Choice]] = defaultdict(list)
-    for choice in choices:
-        by_method[choice.method].append(choice)
-    parts = [_use(method, of) for method, of in by_method.items() if method != "no speculation"]
-    plain = by_method.get("no speculation", [])
-    if plain:
-        parts.append(f"decode plainly at {_listing([choice.load.label for choice in plain])}")
-    text = "; ".join(parts)
-    text = f"{text[0].upper()}{text[1:]}."
+    engines = list(dict.fromkeys(choice.load.engine for choice in choices))
+    parts = [_use([choice for choice in choices if choice.load.engine == engine]) for engine in engines]
+    if len(engines) > 1:
+        parts = [f"in {ENGINES.get(e, e)}, {part}" for e, part in zip(engines, parts, strict=True)]
+    text = ". ".join(f"{part[0].upper()}{part[1:]}" for part in parts) + "."
     return f"{_listing(unproven)} not proven, so not yet: {text}" if verdict == "unproven" else text
 
 
-def _use(method: str, choices: Sequence[Choice]) -> str:
-    gains = [f"{choice.best.speedup:.2f}x at {choice.load.label}" for choice in choices if choice.best]
-    return f"use {method}: {_listing(gains)}"
+def _use(choices: Sequence[Choice]) -> str:
+    """What to do at the loads of one engine."""
+    by_method: dict[str, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        by_method[choice.method].append(choice)
+    plain = by_method.pop(PLAIN, [])
+    parts = []
+    for method, of in by_method.items():
+        gains = [f"{choice.best.speedup:.2f}x {choice.load.phrase}" for choice in of if choice.best]
+        parts.append(f"use {method}: {_listing(gains)}")
+    if plain:
+        loads = _listing([choice.load.phrase for choice in plain])
+        parts.append(f"decode plainly {loads}" if parts else "decode plainly")
+    return "; ".join(parts)
 
 
-def _cautions(choices: Sequence[Choice], gates: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    for name in PROOFS:
-        state = gates.get(name, {}).get("state", "not run")
-        if state != "pass":
-            yield f"{name} {'failed' if state == 'fail' else 'was not run'}: the output is not proven unchanged."
+def _cautions(choices: Sequence[Choice], unproven: Sequence[str]) -> Iterable[str]:
+    for name in unproven:
+        yield f"{name} failed or was not run: the output is not proven unchanged."
     for choice in choices:
         best = choice.best
         if best and choice.verdict == "pays" and best.worst[1] < SLOWER:
             yield (
-                f"At {choice.load.label}, {best.method.label} is slower than plain decoding on "
-                f"{best.worst[0]} ({best.worst[1]:.2f}x)."
+                f"{best.method.label} is slower than plain decoding on {best.worst[0]} ({best.worst[1]:.2f}x), "
+                f"{choice.load.phrase}."
             )
+    for label in dict.fromkeys(s.method.label for choice in choices for s in choice.scores if s.is_different):
+        yield f"{label} changed greedy texts in vLLM and is not recommended."
     if any(score.low is None for choice in choices for score in choice.scores):
         yield "Measured without repeats: no intervals, and differences under 10 % are noise."
 

@@ -1,7 +1,7 @@
 """What a report is made from: a run's folder read once, and its rows as methods measured under loads.
 
 A *method* is how tokens are drafted (drafter, draft, controller, k); a *load* is what it has to serve (batch of the
-engine, concurrency or request rate of a server); a *cell* is a load with its prompts, temperature and context.
+engine, requests at once or their rate of a server); a *cell* is a load with its prompts, temperature and context.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from pipeline.results import read_result
 
 STATES = ("fail", "not run", "pass")  # the worst first: what several results say of one gate
+ENGINES = {"specdec": "this engine", "vllm": "vLLM"}
 ALL_GATES = {
     "G1": "sampled output follows the target's own law",
     "G2": "greedy output is token for token that of plain decoding",
@@ -53,9 +54,11 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Method:
-    """How tokens are drafted; controller "fixed" with k, or another's name with the most it may choose."""
+    """How tokens are drafted; controller "fixed" with k, or another's name with the most it may choose; title: the name
+    that a server's config gives the method."""
 
     engine: str
+    title: str
     drafter: str
     draft: str
     controller: str
@@ -69,19 +72,21 @@ class Method:
     def name(self) -> str:
         """The drafter, with the draft's own name where one was measured."""
         name = DRAFTERS.get(self.drafter, self.drafter)
-        return f"{name} ({self.draft})" if self.draft else name
+        return self.title or (f"{name} ({self.draft})" if self.draft else name)
 
     @property
     def label(self) -> str:
         if not self.drafts:
             return "no speculation"
+        if self.controller in self.title:
+            return self.title
         length = f"k = {self.k}" if self.controller in ("none", "fixed") else f"{self.controller} k"
         return f"{self.name}, {length}"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Load:
-    """kind: batch, concurrency or requests/s."""
+    """kind: batch (of the engine), at once (requests of a server), or Poisson (a share of a server's saturation)."""
 
     engine: str
     kind: str
@@ -89,7 +94,15 @@ class Load:
 
     @property
     def label(self) -> str:
-        return f"{self.value:g} {self.kind}" if "/" in self.kind else f"{self.kind} {self.value:g}"
+        words = {"batch": "batch {:g}", "at once": "{:g} at once", "Poisson": "{:.0%} of saturation"}
+        return words[self.kind].format(self.value)
+
+    @property
+    def phrase(self) -> str:
+        """With its preposition, for a sentence."""
+        if self.kind == "at once":
+            return f"with {self.value:g} request{'s' * (self.value != 1)} at once"
+        return f"at {self.label}"
 
 
 def read_run(folder: Path) -> RunData:
@@ -121,25 +134,23 @@ def merged_gates(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def method_of(row: Row) -> Method:
     """The method that a measured row is of."""
-    name = row.get("method") or row.get("drafter") or "none"
-    controller = row.get("controller") or "none"
-    draft = "" if row.get("draft") is None or row.get("method") else Path(str(row["draft"])).name
     k = row.get("k")
     return Method(
         engine=str(row["engine"]),
-        drafter=str(name),
-        draft=draft,
-        controller=controller,
+        title=str(row.get("method") or ""),
+        drafter=str(row.get("drafter") or "none"),
+        draft="" if row.get("draft") is None else Path(str(row["draft"])).name,
+        controller=row.get("controller") or "none",
         k=int(k) if is_number(k) else 0,
     )
 
 
 def load_of(row: Row) -> Load:
     """The load that a measured row was measured under."""
-    for name, kind in (("request_rate", "requests/s"), ("concurrency", "concurrency"), ("batch", "batch")):
-        if is_number(row.get(name)):
-            return Load(engine=str(row["engine"]), kind=kind, value=row[name])
-    return Load(engine=str(row["engine"]), kind="batch", value=1)
+    engine, batch, share = str(row["engine"]), row.get("batch"), row.get("rate_share")
+    if row.get("load") == "open":
+        return Load(engine=engine, kind="Poisson", value=share if is_number(share) else 0)
+    return Load(engine=engine, kind="at once" if engine == "vllm" else "batch", value=batch if is_number(batch) else 1)
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
@@ -155,8 +166,8 @@ def speeds(rows: Iterable[Row]) -> list[dict[str, Any]]:
     plain = {cell_of(row): row["tokens_per_s"] for row in measured if not method_of(row).drafts}
     for row in measured:
         base = plain.get(cell_of(row))
-        if not is_number(row.get("speedup")):
-            row["speedup"] = row["tokens_per_s"] / base if base else None
+        if not is_number(row.get("speedup")):  # arrivals at a given rate leave no method a speed of its own
+            row["speedup"] = row["tokens_per_s"] / base if base and row.get("load") != "open" else None
     return measured
 
 

@@ -59,7 +59,7 @@ def which_method_when(advice: Recommendation) -> Section:
 
 
 def speed_by_batch(run: RunData) -> Section:
-    """Speed over k = 0 of each method, by batch or concurrency; a panel for each engine and set of prompts."""
+    """Speed over k = 0 of each method, by batch or requests at once; a panel for each engine and set of prompts."""
     rows = [row for row in speeds(run.rows) if method_of(row).drafts and row["speedup"] is not None]
     groups = grouped(rows, "engine", "prompt_set")
     several = len({row["engine"] for row in rows}) > 1
@@ -73,7 +73,7 @@ def speed_by_batch(run: RunData) -> Section:
         "speed_by_batch",
         "Speed over plain decoding",
         panels,
-        x_label="batch" if not several else "batch or concurrency",
+        x_label="batch" if not several else "batch, or requests at once",
         y_label="speed / plain decoding",
         frame=frame_of(rows, [*WHERE, "tokens_per_s", "tokens_per_s_ci", "speedup", "speedup_ci"]),
         note=f"At each batch the best fixed k of a drafter, and its adaptive k; shaded: intervals. {_left_out(groups)}",

@@ -64,6 +64,13 @@ def test_a_fast_method_without_proof_is_not_recommended(gates: Any) -> None:
     assert found.verdict == "unproven"
     assert "not proven, so not yet" in found.headline
     assert any("not proven unchanged" in caution for caution in found.cautions)
+    assert not found.proofs
+
+
+def test_a_failed_gate_is_said_where_nothing_pays_too() -> None:
+    found = advice(plain(), drafted("ngram", 0.5), gates=PROVEN | {"G1": FAILED})
+    assert (found.verdict, found.proofs) == ("plain", [])
+    assert "G1 failed or was not run" in found.cautions[0]
 
 
 def test_a_method_measured_on_the_easy_prompts_alone_does_not_win() -> None:
@@ -76,14 +83,28 @@ def test_a_mean_hides_no_set_that_gets_slower() -> None:
     rows = [plain(), plain(prompt_set="chat"), drafted("ngram", 4.0), drafted("ngram", 0.7, prompt_set="chat")]
     found = advice(*rows)
     assert found.choices[0].best.speedup == pytest.approx((4.0 * 0.7) ** 0.5)
-    assert any("slower than plain decoding on chat (0.70x)" in caution for caution in found.cautions)
+    assert any("slower than plain decoding on chat (0.70x), at batch 1" in caution for caution in found.cautions)
 
 
 def test_a_server_row_is_held_against_the_server_without_speculation() -> None:
-    served = {"engine": "vllm", "concurrency": 4, "speedup": None, "batch": None}
+    served = {"engine": "vllm", "load": "closed", "batch": 4, "speedup": None}
     rows = [plain() | served | {"tokens_per_s": 50.0}, drafted() | served | {"tokens_per_s": 80.0}, plain()]
     found = advice(*rows)
-    assert [(choice.load.label, choice.best.speedup) for choice in found.choices] == [("concurrency 4", 1.6)]
+    assert [(choice.load.label, choice.best.speedup) for choice in found.choices] == [("4 at once", 1.6)]
+    assert (
+        found.headline
+        == "vLLM's greedy texts not proven, so not yet: Use n-gram, k = 2: 1.60x with 4 requests at once."
+    )
+
+
+@pytest.mark.parametrize("same, tied, taken", [(16, 0, "ngram"), (15, 1, "ngram"), (15, 0, "suffix")])
+def test_a_server_method_that_changes_greedy_texts_is_not_taken(same: int, tied: int, taken: str) -> None:
+    served = {"engine": "vllm", "load": "closed", "texts": 16, "texts_tied": 0, "texts_same": 16}
+    fast = drafted("ngram", 3.0) | served | {"texts_same": same, "texts_tied": tied}
+    found = advice(plain() | served, fast, drafted("suffix", 1.5) | served, gates={})
+    assert found.verdict == "use"
+    assert found.choices[0].best.method.drafter == taken
+    assert any("changed greedy texts" in caution for caution in found.cautions) == (taken == "suffix")
 
 
 @pytest.mark.parametrize(

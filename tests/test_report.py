@@ -148,8 +148,8 @@ def test_rows_of_nothing_and_of_other_stages_break_nothing(tmp_path: Path) -> No
         WHERE | {"tokens_per_s": None, "alpha_by_position": []},
         plain() | {"verify_ms": None, "batch": None},
         drafted(alpha_by_position=[None, None], draft_step_ms=None, overhead_ms=None),
-        {"engine": "vllm", "method": "eagle3", "concurrency": 4, "tokens_per_s": 9.0, "tpot_ms": 3.0, "ttft_ms": 1.0},
-        {"engine": "vllm", "drafter": "none", "request_rate": 0.5, "tokens_per_s": 9.0, "tpot_ms": None},
+        {"engine": "vllm", "method": "eagle3", "batch": 4, "tokens_per_s": 9.0, "tpot_ms": 3.0, "ttft_ms": 1.0},
+        {"engine": "vllm", "drafter": "none", "load": "open", "rate_share": 0.5, "tokens_per_s": 9.0, "tpot_ms": None},
     ]
     folder = write_run(tmp_path / "demo", odd)
     page = page_of(write_run(folder, odd, stage="05_bench_vllm", gates={}))
