@@ -1,12 +1,14 @@
 # `make help` lists the targets. Every target that runs Python first makes .venv when it is missing or outdated.
 .DEFAULT_GOAL := help
-.PHONY: help demo chat all test test-all lint format clean venv
+.PHONY: help demo chat all local status cancel logs clean-scratch test test-all lint format clean venv
 SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 export PYTHON ?= python3
 export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-CONFIG ?= configs/demo.yaml
+CONFIG ?= configs/qwen3_8b.yaml
+# For targets that look at every run unless one is named.
+ONE_RUN := $(if $(filter default undefined file,$(origin CONFIG)),,--config $(CONFIG))
 
 # The stamp's name is a checksum of all that decides what .venv holds; it is written last.
 VENV_INPUTS := $(sort $(wildcard requirements*.txt)) scripts/make_venv.sh
@@ -15,7 +17,7 @@ STAMP := .venv/.ready-$(VENV_KEY)
 
 BIN := .venv/bin
 # One thread a worker: two workers with two threads each would fight for two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,8 +28,23 @@ demo: $(STAMP)  ## decode a real small model on this machine, with and without s
 chat: $(STAMP)  ## talk to the demo's model on this machine; accepted draft tokens are green
 	@scripts/chat.sh
 
-all: $(STAMP)  ## run every stage of CONFIG (configs/demo.yaml) in order, under SPEC_DATA_ROOT
+all: $(STAMP)  ## submit what is left of CONFIG (configs/qwen3_8b.yaml) to Slurm, as a chain of jobs
+	@slurm/submit.sh --config $(CONFIG)
+
+local: $(STAMP)  ## run every stage of CONFIG on this machine, one after the other
 	@scripts/run_pipeline.sh --config $(CONFIG)
+
+status: $(STAMP)  ## jobs of every run (CONFIG=FILE: of one): state, why one failed, how to go on
+	@slurm/jobs.sh status $(ONE_RUN)
+
+logs: $(STAMP)  ## the end of a stage's log: make logs STAGE=03 [CONFIG=FILE]
+	@slurm/jobs.sh log $(STAGE) $(ONE_RUN)
+
+cancel: $(STAMP)  ## cancel the jobs of CONFIG; what is finished stays
+	@slurm/jobs.sh cancel --config $(CONFIG)
+
+clean-scratch: $(STAMP)  ## list old runs on this node; DELETE=1 removes those that are archived
+	@slurm/jobs.sh scratch $(if $(DELETE),--delete)
 
 test: $(STAMP)  ## the tests that are fast (under 10 minutes on 2 cores)
 	@$(PYTEST) -m "not slow and not gpu"
@@ -39,7 +56,7 @@ lint: $(STAMP)  ## ruff, mypy, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck -x scripts/*.sh .ci/run env.sh.example; \
+	@if command -v shellcheck >/dev/null; then shellcheck -x scripts/*.sh slurm/*.sh .ci/run env.sh.example; \
 	else echo "shellcheck is not installed: shell scripts not checked"; fi
 
 format: $(STAMP)  ## rewrite the Python files as ruff formats them

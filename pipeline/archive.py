@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 from pathlib import Path
-from typing import Any
 
 from pipeline import files, ledger, manifest
+from pipeline.manifest import FileRecord
 
 
 def root() -> Path | None:
@@ -41,26 +43,46 @@ def copy_finished(source: Path, target: Path) -> None:
     """
     content = manifest.read(source)
     assert content is not None, f"{source} is not finished"
+    copy_files(source, target, manifest.file_records(content), [ledger.NAME, manifest.DONE])
+
+
+def copy_files(source: Path, target: Path, records: list[FileRecord], notes: list[str]) -> None:
+    """`target` made anew from the recorded files of `source` and its `notes`, whole or not at all.
+
+    A copy that was killed is gone on with: files that are there with the right hash are not copied again. OSError
+    (ENOSPC) before the first byte when the disk has not the room; ValueError when a copy's hash is not the recorded.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    tmp = target.with_name(f"{files.TMP_PREFIX}{target.name}-{os.getpid()}")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir()
+    tmp = target.with_name(f"{files.TMP_PREFIX}{target.name}-{_node()}")
+    missing = [record for record in records if manifest.damaged(tmp, [record], rehash=True)]
+    _check_room(target.parent, sum(record.bytes for record in missing))
+    tmp.mkdir(exist_ok=True)
     try:
-        _copy(source, tmp, content)
+        for name in [record.name for record in missing] + notes:
+            (tmp / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, tmp / name)
+        _check_copy(source, tmp, missing)
         if target.exists():
             files.move_aside(target)
         files.publish(tmp, target)
-    except BaseException:
+    except Exception:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
 
 
-def _copy(source: Path, tmp: Path, content: dict[str, Any]) -> None:
-    records = manifest.file_records(content)
-    names = [record.name for record in records] + [ledger.NAME, manifest.DONE]
-    for name in names:
-        (tmp / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, tmp / name)
+def _node() -> str:
+    """Names this node's copies; two nodes of one host, as in tests, differ in Slurm's name only."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        text = f"the copy needs {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
+        raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def _check_copy(source: Path, tmp: Path, records: list[FileRecord]) -> None:
     problems = manifest.damaged(tmp, records, rehash=True)
     if problems:
         raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline import schema
 from pipeline.config_profile import DEFAULT_PROFILE, ProfileConfig
+from pipeline.config_slurm import DEFAULT_SLURM, SlurmConfig
 from pipeline.config_train import DEFAULT_TRAIN, TrainConfig
 from pipeline.fields import count as _count
 from pipeline.fields import name as _name
@@ -206,6 +207,7 @@ class Config:
     bench_engine: BenchEngineConfig
     profile: ProfileConfig = DEFAULT_PROFILE
     workers: WorkersConfig = WorkersConfig()
+    slurm: SlurmConfig = DEFAULT_SLURM
 
     def __post_init__(self) -> None:
         trained, names = self.models.draft.trained, [draft.name for draft in self.train.drafts]

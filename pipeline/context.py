@@ -54,7 +54,8 @@ class StopSignals:
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """`folder` is the stage's folder, `shards` the finished files by name (of earlier runs too)."""
+    """`folder` is the stage's folder, `shards` the finished files by name (of earlier runs too); `unit_done` is called
+    after each unit."""
 
     stage: str
     config: Config
@@ -62,6 +63,7 @@ class StageContext:
     shards: Ledger
     inputs: Mapping[str, Path]
     signals: StopSignals
+    unit_done: Callable[[], None] = lambda: None
 
     @property
     def stopping(self) -> bool:
@@ -98,6 +100,7 @@ class StageContext:
         record = FileRecord(name=target.name, bytes=tmp.stat().st_size, sha256=files.sha256_file(tmp), rows=rows)
         files.publish(tmp, target)
         self.shards.add(record)
+        self.unit_done()
         return record
 
     def publish_folder(self, name: str, make: Callable[[Path], object]) -> None:
@@ -115,6 +118,7 @@ class StageContext:
             if relative not in self.shards:
                 size, sha256 = path.stat().st_size, files.sha256_file(path)
                 self.shards.add(FileRecord(name=relative, bytes=size, sha256=sha256))
+        self.unit_done()
 
     def progress(self, total: int, unit: str = "units", done: int = 0) -> Progress:
         """A bar on a terminal, a line every 30 s in a log; `total` includes the `done` units of earlier runs."""

@@ -35,9 +35,11 @@ from typing import Any
 
 from pipeline import archive, fingerprint, ledger, manifest
 from pipeline import files as files_module
+from pipeline.archived import WORK, archived_folder, copy_to_archive, is_archived, put_aside
 from pipeline.config import Config, load_config, section_values
 from pipeline.context import StageContext, StageStopped, StopSignals, say
 from pipeline.files import BusyError
+from pipeline.partial import Partial
 
 __all__ = [
     "WORK",
@@ -51,7 +53,6 @@ __all__ = [
     "run_stage",
     "stage_main",
 ]
-WORK = ".work-"  # <stage>.work-<12 digits of a hash>: a body's unfinished work (checkpoints), archived for other nodes
 EXIT_DONE, EXIT_USER, EXIT_STALE, EXIT_BUSY, EXIT_DISK, EXIT_STOPPED = 0, 2, 3, 4, 74, 75
 
 Body = Callable[[StageContext], Mapping[str, Any]]
@@ -108,13 +109,16 @@ def run_stage(stage: Stage, config: Config, body: Body, *, force: bool = False, 
     wanted = fingerprint.fingerprint(stage.name, stage.version, stage.sections, config, hashes)
     busy = f"{stage.name} of run {config.run!r} is being run by another process; wait for it or stop it"
     with _disk_errors(folder):
-        if not force and _is_done(stage, folder, wanted, verify) and _is_archived(config, stage.name, folder):
+        if not force and _is_done(stage, folder, wanted, verify) and is_archived(config, stage.name, folder):
             return folder
         with files_module.lock(_lock_path(folder), busy):
-            _take_over(config, stage, folder, wanted, force)
+            partial = Partial(stage.name, folder, archived_folder(config, stage.name), config.slurm.archive_seconds)
+            _take_over(config, stage, folder, wanted, force, partial)
             if not _is_done(stage, folder, wanted, verify, announce=False):
-                _run_body(stage, config, folder, wanted, {name: path for name, (path, _) in inputs.items()}, body)
-            _copy_to_archive(config, stage.name, folder)
+                paths = {name: path for name, (path, _) in inputs.items()}
+                _run_body(stage, config, folder, wanted, paths, body, partial)
+            copy_to_archive(config, stage.name, folder)
+            partial.remove()
     return folder
 
 
@@ -158,14 +162,9 @@ def _lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def _archived(config: Config, name: str) -> Path | None:
-    root = archive.root()
-    return root / config.run / name if root else None
-
-
 def _finished_input(config: Config, name: str) -> tuple[Path, dict[str, Any]]:
     """An input stage's folder and manifest, copied back from the archive when this node lacks it."""
-    folder, archived = data_root() / config.run / name, _archived(config, name)
+    folder, archived = data_root() / config.run / name, archived_folder(config, name)
     if manifest.read(folder) is None and archived is not None and manifest.read(archived) is not None:
         with _disk_errors(folder), files_module.lock(_lock_path(folder), "", wait=True):
             if manifest.read(folder) is None:
@@ -214,37 +213,32 @@ def _listed(lines: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _is_archived(config: Config, name: str, folder: Path) -> bool:
-    archived = _archived(config, name)
-    return archived is None or archive.holds(folder, archived)
-
-
-def _copy_to_archive(config: Config, name: str, folder: Path) -> None:
-    archived = _archived(config, name)
-    if archived is not None and not archive.holds(folder, archived):
-        archive.copy_finished(folder, archived)
-        say(name, f"copied to {archived}")
-
-
-def _take_over(config: Config, stage: Stage, folder: Path, wanted: dict[str, Any], force: bool) -> None:
-    """Under the lock: with `force` put old folders aside; else fetch a finished one if only the archive has it."""
-    archived = _archived(config, stage.name)
+def _take_over(
+    config: Config, stage: Stage, folder: Path, wanted: dict[str, Any], force: bool, partial: Partial
+) -> None:
+    """Under the lock: with `force` put old work aside; else fetch from the archive what it has and this node lacks."""
+    archived = archived_folder(config, stage.name)
     if force:
-        unfinished = archived.parent.glob(f"{archived.name}{WORK}????????????") if archived is not None else ()
-        for old in [folder, *unfinished]:
-            if old.exists():
-                say(stage.name, f"moved the old folder to {files_module.move_aside(old)}")
+        put_aside(config, stage.name, folder)
         return
     finished = manifest.read(archived) if archived is not None else None
-    if archived is None or finished is None or manifest.read(folder) is not None:
+    if archived is None or manifest.read(folder) is not None:
         return
-    if ledger.resume(folder) is None or finished["fingerprint"] == wanted:
+    if finished is None:
+        partial.take()
+    elif ledger.resume(folder) is None or finished["fingerprint"] == wanted:
         archive.copy_finished(archived, folder)
         say(stage.name, f"copied back from {archived}")
 
 
 def _run_body(
-    stage: Stage, config: Config, folder: Path, wanted: dict[str, Any], inputs: Mapping[str, Path], body: Body
+    stage: Stage,
+    config: Config,
+    folder: Path,
+    wanted: dict[str, Any],
+    inputs: Mapping[str, Path],
+    body: Body,
+    partial: Partial,
 ) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < stage.free_bytes:
@@ -254,9 +248,21 @@ def _run_body(
     units = _open_ledger(stage, folder, wanted)
     began = time.monotonic()
     with StopSignals(stage.name) as signals:
-        ctx = StageContext(stage=stage.name, config=config, folder=folder, shards=units, inputs=inputs, signals=signals)
-        summary = body(ctx)
-        ctx.check_stop()
+        ctx = StageContext(
+            stage=stage.name,
+            config=config,
+            folder=folder,
+            shards=units,
+            inputs=inputs,
+            signals=signals,
+            unit_done=partial.unit_done,
+        )
+        try:
+            summary = body(ctx)
+            ctx.check_stop()
+        except Exception:
+            partial.last_copy()
+            raise
     outputs = list(units.records.values())
     content = manifest.build(
         stage=stage.name, fingerprint=wanted, outputs=outputs, summary=summary, started=units.header["started"]

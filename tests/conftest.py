@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_cluster import Cluster, missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-SITE_FACTS = ("SPEC_DATA_ROOT", "SPEC_ARCHIVE_ROOT", "SPEC_PROMPTS")
+SITE_FACTS = ("SPEC_DATA_ROOT", "SPEC_ARCHIVE_ROOT", "SPEC_PROMPTS", "SPEC_GPU_CAP", "SLURM_CONF")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,16 @@ def data_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     monkeypatch.setenv("SPEC_DATA_ROOT", str(root))
     return root
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real Slurm of two nodes, for all tests of the xdist group "slurm". Skips where it is not installed."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    with Cluster.started(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ ALLOWED_IMPORTS = {
     "specdec": (),
     "vllm_draft_spec": CONTROLLER,
     "data": ("pipeline", "specdec"),
+    "slurm": ("pipeline",),
     "train": ("pipeline", "specdec", "data.common", "data.shards", "data.filtered", "data.scoring"),
     # the last three: what a bench of stage 01 runs
     "bench": ("pipeline", "specdec", "data.common", "train", "data.gen_traces", "data.items", "data.tracer"),

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import check_env, check_models, findings, models
+from pipeline import check_env, check_models, findings, models, stages
 from pipeline.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run", ROOT / "env.sh.example"]
-STAGES = ["00_check_env", "01_gen_traces", "02_filter", "03_train_draft", "04_bench_engine", "06_profile", "report"]
+SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), *sorted((ROOT / "slurm").glob("*.sh"))]
+SCRIPTS += [ROOT / ".ci" / "run", ROOT / "env.sh.example"]
+STAGES = list(stages.STAGES)
 TINY = ROOT / "configs" / "tiny.yaml"
 STAND_IN = """#!/bin/bash
 echo "STAGE got $* root=${SPEC_DATA_ROOT:-none}"
