@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+from specdec.controller_acceptance import DECAY_TOKENS
 from specdec.controller_cost import usable
 from specdec.controller_measured import ControllerState, Geometric, Measured, checked_k_max, geometric_tokens
 from specdec.controller_probe import Outlook, Prober
@@ -82,14 +83,22 @@ class FixedK:
 class Adaptive(Measured):
     """Acceptance by position, measured costs by batch and k, k = 0 with budgeted probes, and a little exploration.
 
-    k_max: the largest draft length. plan_rows: let `choose_rows` give rows of one round different lengths, each by its
-    own acceptance; without it all rows draft the same, but for probes. It pays where rows differ and verification is
-    compute-bound (docs/controller.md has figures).
+    k_max: the largest draft length. decay_tokens: tested tokens after which a count has faded to 1/e. explore_share: of
+    the time, the part that rounds beside the best length may lose. plan_rows: let `choose_rows` give rows of one round
+    different lengths, each by its own acceptance; without it all rows draft the same, but for probes. It pays where
+    rows differ and verification is compute-bound (docs/controller.md has figures).
     """
 
-    def __init__(self, k_max: int = 8, *, plan_rows: bool = False) -> None:
-        super().__init__(k_max)
-        self._plan_rows = plan_rows
+    def __init__(
+        self,
+        k_max: int = 8,
+        *,
+        plan_rows: bool = False,
+        decay_tokens: float = DECAY_TOKENS,
+        explore_share: float = EXPLORE_SHARE,
+    ) -> None:
+        super().__init__(k_max, decay_tokens=decay_tokens)
+        self._plan_rows, self._explore_share = plan_rows, explore_share
         self._prober = Prober()
         self._book = RowBook(self.k_max)
         self._since_beside, self._since_plain, self._turn = 0, 0, 1
@@ -135,7 +144,7 @@ class Adaptive(Measured):
         missed_tokens = self._caught_up(round, sum(self._book.lag(row.row) for row in rows if row.k > 0))
         if max(lengths) == min(lengths):
             self._observe_times(round, missed_tokens)
-        elif usable(round.total_s):
+        elif round.timed and usable(round.total_s):
             self._silent = 0
             if not missed_tokens:
                 predicted_s = self._ragged(round.rows).seconds(round.rows, sum(lengths), max(lengths))
@@ -180,7 +189,7 @@ class Adaptive(Measured):
             return False
         loss_s = max(0.0, 1 - speeds[k] / speeds[self._k]) * self._costs.round_s(rows, k)
         loss_s += self._costs.catch_up_s(rows, rows) if k == 0 else 0.0
-        return since * EXPLORE_SHARE * self._costs.round_s(rows, self._k) >= loss_s
+        return since * self._explore_share * self._costs.round_s(rows, self._k) >= loss_s
 
     def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
         """Whether a round of k drafts would teach something that could change the choice."""

@@ -8,7 +8,8 @@ ones are only compared with it, and take its place when they contradict it (a ch
 from collections.abc import Sequence
 from math import exp, lgamma, log
 
-WINDOWS = (24.0, 128.0, 512.0, 2000.0)  # tested tokens
+DECAY_TOKENS = 2000.0  # of the longest window
+SHORTER = (24.0, 128.0, 512.0)
 CHANGE_EVIDENCE = 5.5  # nats; .9 -> .35 is seen after about a dozen and a half tests, false alarms are rare
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.75, 2.0
 NOISE_SDS = 2.5  # a position is taken to be like the one before it until it differs by this
@@ -32,6 +33,11 @@ class Window:
         self.reached, self.accepted = list(other.reached), list(other.accepted)
 
 
+def windows(decay_tokens: float) -> tuple[float, ...]:
+    """Time constants in tested tokens, the longest last."""
+    return (*(tokens for tokens in SHORTER if tokens < decay_tokens), decay_tokens)
+
+
 def change_evidence(accepted: float, reached: float, alpha: float) -> float:
     """Log Bayes factor of "another rate, all equally likely" against "the rate is alpha"."""
     alpha = min(max(alpha, 0.02), 0.98)
@@ -43,8 +49,8 @@ def change_evidence(accepted: float, reached: float, alpha: float) -> float:
 class Acceptance:
     """P(position i accepted | all before it accepted) for i = 1..k_max, as `by_position`."""
 
-    def __init__(self, k_max: int, windows: Sequence[float] = WINDOWS) -> None:
-        self._windows = [Window(tokens, k_max) for tokens in windows]
+    def __init__(self, k_max: int, constants: Sequence[float] = windows(DECAY_TOKENS)) -> None:
+        self._windows = [Window(tokens, k_max) for tokens in constants]
         self._long = self._windows[-1]
         self.by_position = self._estimate()
         self.changes = 0

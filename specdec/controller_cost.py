@@ -218,12 +218,14 @@ class CostTable:
         return here - rows * by_row, by_row
 
     def _times(self, table: dict[int, Curve], rows: int) -> list[float]:
-        """This bucket's curve; where it knows too little, in the shape of the nearest bucket that knows two lengths."""
+        """This bucket's curve; where it knows too little, in the shape of the nearest bucket that knows two lengths, or
+        one where none knows two: no bucket is taken to cost nothing."""
         bucket = bucket_of(rows)
         own = table.get(bucket)
         if own is not None and len(own.levels) > 1:
             return own.times()
-        known = [b for b in table if b != bucket and len(table[b].levels) > 1]
+        others = [b for b in table if b != bucket and table[b].levels]
+        known = [b for b in others if len(table[b].levels) > 1] or ([] if own is not None else others)
         near = min(known, key=lambda b: abs(b.bit_length() - bucket.bit_length()), default=None)
         parent = table[near] if near is not None else None
         if own is not None:

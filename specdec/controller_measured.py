@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.controller_acceptance import Acceptance
+from specdec.controller_acceptance import DECAY_TOKENS, Acceptance, windows
 from specdec.controller_cost import CostTable, usable
 from specdec.stats import RoundStats
 
@@ -30,14 +30,15 @@ class Measured:
     """Times what it must before it compares lengths, and refuses to go on without a clock (ValueError): an assumed
     cost ratio drafts far too long, or never, and nothing shows it."""
 
-    def __init__(self, k_max: int) -> None:
+    def __init__(self, k_max: int, *, decay_tokens: float = DECAY_TOKENS) -> None:
         self.k_max = checked_k_max(k_max, lowest=1)
         self._costs = CostTable(self.k_max)
-        self._acceptance = Acceptance(self.k_max)
+        self._acceptance = Acceptance(self.k_max, windows(decay_tokens))
         self._k = 0
         self._missed = 0  # rounds at k = 0 since the draft last ran
         self._asked, self._silent = 0, 0
         self._last_times: tuple[float, float] | None = None
+        self._told = True  # whether the last round's time was its own: what cannot be timed is not asked for
 
     @property
     def k(self) -> int:
@@ -56,6 +57,7 @@ class Measured:
                 f"{total_s}; expected seconds with 0 <= draft_s < total_s"
             )
         self._costs.observe(rows, k, draft_s, total_s - draft_s)
+        self._silent = 0
 
     def state(self, rows: int = 1) -> ControllerState:
         """What is believed now, for a batch of `rows`; speed_by_k is empty until times allow a comparison."""
@@ -75,6 +77,10 @@ class Measured:
 
     def _observe_times(self, round: RoundStats, missed_tokens: int) -> None:
         """missed_tokens: what the draft had to be fed in this round, over all rows, before it could draft."""
+        self._told = round.timed
+        if not round.timed:
+            self._asked, self._silent = max(self._asked - 1, 0), max(self._silent - 1, 0)
+            return
         self._last_times = (round.draft_s, round.total_s)
         if not usable(round.total_s) or not 0 <= round.draft_s < round.total_s:
             return
@@ -93,12 +99,12 @@ class Measured:
             self._asked += 1
             if self._asked > NO_CLOCK_ROUNDS:
                 self._refuse()
-            return min(4, self.k_max) if self._costs.count_drafted(rows) < 3 else 0
+            return min(4, self.k_max) if not self._told or self._costs.count_drafted(rows) < 3 else 0
         if self._silent > NO_CLOCK_ROUNDS:
             if self._silent == NO_CLOCK_ROUNDS + 1:
                 warnings.warn(f"no times for {NO_CLOCK_ROUNDS} rounds: draft lengths rest on old ones", stacklevel=3)
             return None
-        plain_missing = self._costs.count_drafted(rows) >= 4 and self._costs.count(rows, 0) < 3
+        plain_missing = self._told and self._costs.count_drafted(rows) >= 4 and self._costs.count(rows, 0) < 3
         return 0 if plain_missing and self._k > 0 else None
 
     def _refuse(self) -> None:

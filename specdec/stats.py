@@ -55,7 +55,8 @@ class RoundStats:
     k is what was verified: less than what was asked for when no row had so long a proposal. lacking: by position, rows
     that came so far and had no draft there; what a length is worth depends on them too, acceptance does not.
     draft_s includes feeding the drafter the caught_up tokens (over all rows) that it missed in rounds without drafts;
-    None leaves the count to whoever saw those rounds.
+    None leaves the count to whoever saw those rounds. timed: False where the round also did other work (a prefill), so
+    that its times say nothing; unlike times that are missing, that is no fault of the clock.
     """
 
     k: int
@@ -67,6 +68,7 @@ class RoundStats:
     lacking: tuple[int, ...] = ()
     asked: int | None = None
     caught_up: int | None = None
+    timed: bool = True
     draft_s: float
     verify_s: float
     total_s: float

@@ -16,7 +16,7 @@ import pytest
 
 import specdec.controller as controller_module
 from specdec.controller import Adaptive, FixedK, Geometric, RowRound, promising_rate
-from specdec.controller_acceptance import WINDOWS, Acceptance
+from specdec.controller_acceptance import DECAY_TOKENS, Acceptance
 from specdec.controller_cost import CostTable
 from specdec.controller_measured import NO_CLOCK_ROUNDS, geometric_tokens
 from specdec.controller_rows import RaggedCost, RowBook, plan
@@ -85,7 +85,7 @@ def test_memory_is_counted_in_tokens_not_in_rounds() -> None:
         for _ in range(12_000 // k):
             acceptance.observe([1.0] * k, [0.9] * k)
         memory[k] = sum(acceptance.evidence(i) for i in range(1, K_MAX + 1))
-    assert memory[1] == pytest.approx(WINDOWS[-1], rel=0.02)
+    assert memory[1] == pytest.approx(DECAY_TOKENS, rel=0.02)
     assert memory[8] == pytest.approx(memory[1], rel=0.02)
 
 
@@ -365,3 +365,28 @@ def test_a_length_never_timed_is_never_taken_to_be_free() -> None:
         table.observe(1, 4, 0.001, 0.030)
     assert all(seconds > 0 for seconds in table.round_times(1))
     assert all(seconds > 0 for seconds in table.rest_times(2))
+
+
+def test_a_batch_never_timed_does_not_get_its_drafts_for_nothing() -> None:
+    """With one length timed in one bucket, a smaller batch once took drafting to be free and drafted its most."""
+    table = CostTable(8)
+    for _ in range(3):
+        table.observe(8, 4, 0.040, 0.020)
+        table.observe(8, 0, 0.0, 0.010)
+    assert table.round_s(1, 8) > table.round_s(1, 0) + 0.030
+
+
+def test_rounds_that_did_other_work_are_no_silence() -> None:
+    """timed=False: neither counted as a round without a clock nor answered by asking for a plain round again."""
+    controller = Adaptive(4)
+    busy = RoundStats(
+        k=4, rows=2, tokens=6, drafted=8, reached=(2, 2), accepted=(2, 2, 0, 0),
+        draft_s=float("nan"), verify_s=float("nan"), total_s=float("nan"), timed=False,
+    )  # fmt: skip
+    for _ in range(200):
+        assert controller.choose(2) == 4
+        controller.observe(busy)
+    with pytest.raises(ValueError, match="without the times"):
+        for _ in range(70):
+            controller.choose(2)
+            controller.observe(replace(busy, timed=True))

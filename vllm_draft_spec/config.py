@@ -41,7 +41,7 @@ def check(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if not served(speculative):
         method = speculative.method if speculative is not None else "none"
-        logger.warning("vllm_draft_spec serves the speculative method %s; got %s: left as it is", METHOD, method)
+        logger.warning("vllm_draft_spec has a proposer for method %s only; that of %s stays vLLM's", METHOD, method)
         return
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:

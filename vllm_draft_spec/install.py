@@ -14,9 +14,9 @@ _state = {"done": False}
 
 def parts() -> tuple[ModuleType, ...]:
     """The modules with something to install: each has ANCHORS, checked first, and install(), called in this order."""
-    from vllm_draft_spec import config, proposer, runner
+    from vllm_draft_spec import config, metrics, proposer, runner, scheduler
 
-    return config, proposer, runner
+    return config, proposer, runner, scheduler, metrics
 
 
 def install() -> bool:

@@ -1,0 +1,92 @@
+"""What vLLM's steps drafted and accepted, counted before anything is cut off at a stop or at max_tokens.
+
+Every row of a step that gives tokens is one of three: drafting (it verified drafts; gives its accepted drafts and one
+token more), plain (no draft to verify; one token), or prefill (the first token after a prompt). So always
+
+    accepted <= drafted    and    generated = accepted + drafting + plain + prefill
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of vLLM when its output is there. names: the requests in it; prompt_tokens: tokens in it that were no
+    decoding; rows: (drafts verified, drafts accepted) of each row that decoded, zeros for a plain one; prefill: rows
+    that gave their first token. next_k: the drafts each row was to get in it, for the step after. times: the newest
+    round that the worker has timed (timing.StepTimes), None when there is none."""
+
+    names: frozenset[str]
+    prompt_tokens: int
+    rows: tuple[tuple[int, int], ...]
+    prefill: int
+    next_k: int
+    times: Any = None
+
+    def is_round(self, k: int) -> bool:
+        """Whether every row verified k drafts and the step did nothing else."""
+        return not self.prompt_tokens and all(drafted == k for drafted, _ in self.rows)
+
+
+@dataclass
+class Tally:
+    """Sums over steps. steps_by_k[i]: steps that verified up to i drafts a row; in the other lists index i is position
+    i + 1."""
+
+    steps_by_k: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    drafting: int = 0
+    plain: int = 0
+    prefill: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @classmethod
+    def of(cls, step: Step) -> Tally:
+        drafting = [row for row in step.rows if row[0]]
+        k = max((drafted for drafted, _ in step.rows), default=0)
+        accepted = sum(accepted for _, accepted in drafting)
+        return cls(
+            steps_by_k=[0] * k + [1] if step.rows else [],
+            reached=_by_position(min(drafted, accepted + 1) for drafted, accepted in drafting),
+            accepted_by_position=_by_position(accepted for _, accepted in drafting),
+            drafting=len(drafting),
+            plain=len(step.rows) - len(drafting),
+            prefill=step.prefill,
+            drafted=sum(drafted for drafted, _ in drafting),
+            accepted=accepted,
+            generated=accepted + len(step.rows) + step.prefill,
+            draft_s=step.times.draft_s if step.times is not None else 0.0,
+            verify_s=step.times.verify_s if step.times is not None else 0.0,
+        )
+
+    def add(self, more: Tally) -> None:
+        for name, value in vars(more).items():
+            mine = getattr(self, name)
+            is_list = isinstance(value, list)
+            setattr(self, name, list(map(sum, zip_longest(mine, value, fillvalue=0))) if is_list else mine + value)
+
+    @property
+    def alpha_by_position(self) -> list[float]:
+        """Accepted over reached: each position's rate given that those before it were accepted."""
+        pairs = zip_longest(self.accepted_by_position, self.reached, fillvalue=0)
+        return [a / r for a, r in pairs]
+
+
+def _by_position(lengths: Iterable[int]) -> list[int]:
+    """How many of the lengths reach each position: [2, 1] -> [2, 1]."""
+    counts: list[int] = []
+    for length in lengths:
+        counts += [0] * (length - len(counts))
+        for i in range(length):
+            counts[i] += 1
+    return counts
