@@ -8,6 +8,7 @@ times are exact.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from bench.speed_gate import cell_name, is_plain, same_cell
 from pipeline.results import gate
 from specdec.controller import Adaptive, FixedK
 from specdec.simulate_costs import CostModel, cost_models
@@ -31,12 +32,12 @@ def engine_shares(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
     for row in rows:
         if row.get("controller") != "adaptive":
             continue
-        beside = [each for each in rows if _cell(each) == _cell(row)]
-        fixed = [r["tokens_per_s"] for r in beside if (r["drafter"], r["controller"]) == (row["drafter"], "fixed")]
-        plain = [r["tokens_per_s"] for r in beside if (r["engine"], r["drafter"]) == ("specdec", "none")]
+        beside = [each for each in rows if same_cell(each, row)]
+        fixed = [r["tokens_per_s"] for r in beside if r["controller"] == "fixed" and _drafter(r) == _drafter(row)]
+        plain = [r["tokens_per_s"] for r in beside if is_plain(r)]
         yield {
             "gate": "G4",
-            "case": f"engine: {row['prompt_set']}, T = {row['temperature']:g}, batch {row['batch']}, {row['drafter']}",
+            "case": f"engine: {cell_name(row)}",
             "of_best_fixed": row["tokens_per_s"] / max(fixed + plain),
             "of_oracle": None,
             "of_plain": row["tokens_per_s"] / plain[0],
@@ -95,5 +96,5 @@ def _margin(row: Mapping[str, Any]) -> float:
     return min(row["of_best_fixed"], row["of_oracle"] / OF_ORACLE, row["of_plain"] / OF_PLAIN)
 
 
-def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("prompt_set", "temperature", "batch"))
+def _drafter(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["drafter"], row.get("draft")

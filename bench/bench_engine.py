@@ -1,8 +1,8 @@
-"""Stage 04: the engine's speed over a grid of draft lengths, batches and temperatures, and the gates G1, G2 and G4.
+"""Stage 04: the engine's speed over a grid of drafts, draft lengths and loads, and the gates G1, G2, G4 and G5.
 
     python -m bench.bench_engine --config configs/demo.yaml
 
-A unit of resume is one cell (prompt set, temperature, batch) with k = 0 and every k measured in turn on the
+A unit of resume is one cell (prompt set, temperature, batch, context) with k = 0 and every k measured in turn on the
 same requests, so that each speed is a ratio of neighbours in time; and one gate. How throughput is measured
 is told in bench/measure.py.
 """
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 def inputs(config: Config) -> tuple[str, ...]:
-    """The stage that trains the draft, when the config says that it is a trained one."""
-    return ("03_train_draft",) if config.models.draft.trained is not None else ()
+    """The stage that trains the drafts, when the config says that some of them are trained there."""
+    trained = config.models.draft.trained is not None or config.bench_engine.drafts
+    return ("03_train_draft",) if trained else ()
 
 
-STAGE = Stage(name="04_bench_engine", version=1, sections=("models", "bench_engine"), inputs=inputs)
+STAGE = Stage(name="04_bench_engine", version=2, sections=("models", "bench_engine"), inputs=inputs)
 RESULT = "result.json"
 
 
@@ -39,33 +40,39 @@ class Cell:
     prompts: PromptSource
     temperature: float
     batch: int
+    context: int
 
     @property
     def file(self) -> str:
-        return f"cell-{self.prompts.name}-T{self.temperature:g}-B{self.batch}.json"
+        context = f"-C{self.context}" if self.context else ""
+        return f"cell-{self.prompts.name}-T{self.temperature:g}-B{self.batch}{context}.json"
 
 
 def cells(config: Config) -> list[Cell]:
     """The grid, in the order of the config."""
     bench = config.bench_engine
     return [
-        Cell(prompts=prompts, temperature=temperature, batch=batch)
+        Cell(prompts=prompts, temperature=temperature, batch=batch, context=context)
         for prompts in bench.prompts
         for temperature in bench.temperatures
         for batch in bench.batches
+        for context in bench.contexts
     ]
 
 
 def body(ctx: StageContext) -> Mapping[str, Any]:
     """Make the cells and gates that are missing, then result.json from all of them."""
+    from bench.adaptive import g4
     from bench.grid import Bench
 
     bench = Bench(ctx.config, ctx.check_stop)
     units: dict[str, Callable[[], Mapping[str, Any]]] = {
-        cell.file: partial(bench.cell, cell.prompts, cell.temperature, cell.batch) for cell in cells(ctx.config)
+        cell.file: partial(bench.cell, cell.prompts, cell.temperature, cell.batch, cell.context)
+        for cell in cells(ctx.config)
     }
     measured = list(units)
-    units |= {"gate-G1.json": bench.g1, "gate-G2.json": bench.g2, "gate-G4.json": partial(_g4, ctx, measured)}
+    units |= {"gate-G1.json": bench.g1, "gate-G2.json": bench.g2}
+    units |= {"gate-G4.json": lambda: g4(_rows(ctx, measured)), "gate-G5.json": lambda: bench.g5(_rows(ctx, measured))}
     finished = [name for name in units if name in ctx.shards]
     with ctx.progress(len(units), "cells and gates", done=len(finished)) as progress:
         for name, make in units.items():
@@ -76,11 +83,9 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
     return _publish_result(ctx, list(units))
 
 
-def _g4(ctx: StageContext, names: Sequence[str]) -> Mapping[str, Any]:
-    """Gate G4 from the cells, all of them measured by now."""
-    from bench.adaptive import g4
-
-    return g4([row for name in names for row in _read(ctx.folder / name)["rows"]])
+def _rows(ctx: StageContext, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of these units, all of them made by now."""
+    return [row for name in names for row in _read(ctx.folder / name)["rows"]]
 
 
 def _publish_unit(ctx: StageContext, name: str, content: Mapping[str, Any]) -> None:
@@ -99,7 +104,7 @@ def _publish_result(ctx: StageContext, names: Sequence[str]) -> dict[str, Any]:
     from pipeline.results import read_result, write_result
 
     units = {name: _read(ctx.folder / name) for name in names}
-    rows = [row for unit in units.values() for row in unit["rows"]]
+    rows = _rows(ctx, names)
     gates = {name[5:7]: unit["gate"] for name, unit in units.items() if "gate" in unit}
     gates["G2"] = with_own_pair(gates["G2"], rows)
     result = write_result(

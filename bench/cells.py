@@ -1,7 +1,7 @@
 """One cell of the bench grid: every variant on the same prompts, batch and temperature, as flat result
 rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb
 from statistics import mean, median
 from typing import Any
@@ -12,22 +12,29 @@ from bench import measure
 from bench.drafters import PLAIN, Label, drafter_of, length_of
 from bench.measure import EngineVariant, Pass, TransformersVariant, Variant, Workload
 from specdec import AcceptanceStats
+from train.intervals import ratio_interval
 
-BOOTSTRAP = 2000
 LEVEL = 0.95
 
 
 def make_variants(
-    target: Any, draft: Any, labels: Sequence[Label], workload: Workload
+    target: Any, drafts: Mapping[str | None, Any], labels: Sequence[Label], workload: Workload
 ) -> tuple[list[Label], list[Variant]]:
-    """k = 0 first (the one that speeds refer to), then transformers, then the engine as each label says."""
+    """k = 0 first (the one that speeds refer to), then transformers, then the engine as each label says. `drafts` by
+    Label.draft."""
     batch, capacity = workload.batch, workload.longest
     transformers = Label(engine="transformers", drafter="none", controller="none", k=0)
     variants: list[Variant] = [
         EngineVariant(target, None, k=0, batch=batch, capacity=capacity),
         TransformersVariant(target, batch=batch),
         *(
-            EngineVariant(target, drafter_of(label, draft), k=length_of(label), batch=batch, capacity=capacity)
+            EngineVariant(
+                target,
+                drafter_of(label, drafts.get(label.draft)),
+                k=length_of(label),
+                batch=batch,
+                capacity=capacity,
+            )
             for label in labels
         ),
     ]
@@ -36,7 +43,7 @@ def make_variants(
 
 def measure_cell(
     target: Any,
-    draft: Any,
+    drafts: Mapping[str | None, Any],
     labels: Sequence[Label],
     workload: Workload,
     *,
@@ -44,7 +51,7 @@ def measure_cell(
     check_stop: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Warm up, measure interleaved, and give one row a variant. `check_stop` may raise between two passes."""
-    labels, variants = make_variants(target, draft, labels, workload)
+    labels, variants = make_variants(target, drafts, labels, workload)
     measure.warm_up(variants, workload, check_stop)
     measured = measure.interleave(variants, workload, repeats, check_stop)
     baseline = measured[0]
@@ -61,9 +68,11 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
     values: dict[str, Any] = {
         "engine": label.engine,
         "drafter": label.drafter,
+        "draft": label.draft,
         "controller": label.controller,
         "k": label.k,
         "batch": workload.batch,
+        "prompt_tokens": round(mean(map(len, workload.prompts))),
         "context": round(measure.mean_context(workload, whole)),
         "temperature": workload.temperature,
         "acceptance": "real",
@@ -71,6 +80,7 @@ def row(label: Label, workload: Workload, passes: Sequence[Pass], baseline: Sequ
         "tokens": whole.tokens,
         "full_rounds": len(whole.rounds),
     }
+    values |= whole.memory
     if workload.temperature == 0:
         plain = sum(baseline[1:], baseline[0])
         values["texts"] = len(whole.texts)
@@ -145,11 +155,4 @@ def alpha_interval(acceptance: Sequence[tuple[int, AcceptanceStats]]) -> list[fl
     counts_P2 = np.zeros((num_prompts, 2))
     for prompt, stats in acceptance:
         counts_P2[prompt] += (sum(stats.accepted), sum(stats.reached))
-    counts_P2 = counts_P2[counts_P2[:, 1] > 0]
-    if len(counts_P2) < 2:
-        return None
-    rng = np.random.default_rng(0)
-    drawn_SP = rng.multinomial(len(counts_P2), np.full(len(counts_P2), 1 / len(counts_P2)), size=BOOTSTRAP)
-    accepted_S, reached_S = (drawn_SP @ counts_P2).T
-    tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-    return [float(bound) for bound in np.quantile(accepted_S / reached_S, tails)]
+    return ratio_interval(counts_P2)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline import models
-from pipeline.config import Config
+from pipeline.config import Config, DraftConfig
+from pipeline.config_train import STOCK
 from pipeline.stage import data_root
 from train.evaluation import drafter_of
+
+
+def as_draft(config: Config, name: str | None) -> Config:
+    """The config with one of bench_engine.drafts as its draft: "stock" is the draft that stage 03 starts from, before
+    any training and with its whole head; another name one that the stage trained. None: models.draft as it is."""
+    if name is None:
+        return config
+    start = config.train.start
+    stock = DraftConfig(keep_layers=start.first_layers, model=start.model)
+    draft = stock if name == STOCK else DraftConfig(trained=name)
+    return replace(config, models=replace(config.models, draft=draft))
 
 
 def load_draft(config: Config, target: Any, device: str, dtype: str | None = None) -> Any:

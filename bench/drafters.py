@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdec import NgramDrafter, SuffixDrafter
@@ -13,25 +14,31 @@ from specdec.drafter import ModelDrafter
 @dataclass(frozen=True, kw_only=True)
 class Label:
     """What a variant is. engine: "specdec" or "transformers"; drafter: "none" (k = 0), "model", "ngram", "suffix";
-    controller: "none", "fixed", "geometric", "adaptive"; k: the fixed or the largest draft length."""
+    controller: "none", "fixed", "geometric", "adaptive"; k: the fixed or the largest draft length; draft: which of
+    bench_engine.drafts the drafter "model" is (None: models.draft)."""
 
     engine: str
     drafter: str
     controller: str
     k: int
+    draft: str | None = None
 
 
 PLAIN = Label(engine="specdec", drafter="none", controller="none", k=0)
 
 
-def labels_of(drafters: Sequence[str], controllers: Sequence[str], ks: Sequence[int]) -> list[Label]:
-    """The engine's variants besides plain decoding, in the order of the config."""
+def labels_of(
+    drafters: Sequence[str], controllers: Sequence[str], ks: Sequence[int], drafts: Sequence[str] = ()
+) -> list[Label]:
+    """The engine's variants besides plain decoding, in the order of the config; `drafts`: drafter "model" once each."""
     lengths = sorted(set(ks) - {0})
     labels = []
     for drafter in (name for name in drafters if name != "none"):
-        for controller in controllers:
-            chosen = lengths if controller == "fixed" else lengths[-1:]
-            labels += [Label(engine="specdec", drafter=drafter, controller=controller, k=k) for k in chosen]
+        for draft in drafts if drafts and drafter == "model" else (None,):
+            label = partial(Label, engine="specdec", drafter=drafter, draft=draft)
+            for controller in controllers:
+                chosen = lengths if controller == "fixed" else lengths[-1:]
+                labels += [label(controller=controller, k=k) for k in chosen]
     return labels
 
 

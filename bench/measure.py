@@ -13,12 +13,13 @@ tokenised again.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, Protocol
 
 import torch
 
+from bench.memory import engine_memory, peak_gib, with_peak
 from data.common import stable_seed
 from specdec import AcceptanceStats, Completion, Engine, Request, RoundStats, SamplingParams
 
@@ -67,12 +68,13 @@ class Workload:
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """One timed pass: `texts` are the completions' ids; `rounds` are the full ones; `acceptance` is (prompt index,
-    statistics) a request."""
+    statistics) a request; `memory` as in bench.memory."""
 
     texts: Sequence[list[int]]
     wall_s: float
     rounds: Sequence[RoundStats] = ()
     acceptance: Sequence[tuple[int, AcceptanceStats]] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -84,6 +86,7 @@ class Pass:
             wall_s=self.wall_s + other.wall_s,
             rounds=[*self.rounds, *other.rounds],
             acceptance=[*self.acceptance, *other.acceptance],
+            memory=_larger(self.memory, other.memory),
         )
 
 
@@ -106,7 +109,7 @@ class EngineVariant:
     def run(self, requests: Sequence[Request]) -> Pass:
         self.seen.clear()
         start = time.perf_counter()
-        completions = self.engine.generate(requests)
+        completions, extra = with_peak(lambda: self.engine.generate(requests), self.engine._target.device)
         wall_s = time.perf_counter() - start
         _raise_if_failed(completions)
         return Pass(
@@ -114,6 +117,7 @@ class EngineVariant:
             wall_s=wall_s,
             rounds=[stats for stats in self.seen if stats.rows == self.batch],
             acceptance=[(int(completion.id or 0), completion.stats) for completion in completions],
+            memory=engine_memory(self.engine, extra),
         )
 
 
@@ -124,11 +128,11 @@ class TransformersVariant:
         self.target, self.batch, self.options = target, batch, dict(options or {})
 
     def run(self, requests: Sequence[Request]) -> Pass:
+        batches = [requests[i : i + self.batch] for i in range(0, len(requests), self.batch)]
         start = time.perf_counter()
-        texts = [
-            text for i in range(0, len(requests), self.batch) for text in self._batch(requests[i : i + self.batch])
-        ]
-        return Pass(texts=texts, wall_s=time.perf_counter() - start)
+        texts, extra = with_peak(lambda: [text for each in batches for text in self._batch(each)], self.target.device)
+        wall_s = time.perf_counter() - start
+        return Pass(texts=texts, wall_s=wall_s, memory={"peak_memory_gib": peak_gib([self.target], 0, extra)})
 
     @torch.inference_mode()
     def _batch(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -210,6 +214,13 @@ def round_times_ms(measured: Pass) -> dict[str, float]:
 def mean_context(workload: Workload, measured: Pass) -> float:
     """Tokens in a row's cache half way through its completion, mean over requests."""
     return mean(len(prompt) for prompt in workload.prompts) + measured.tokens / len(measured.texts) / 2
+
+
+def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two passes of one variant: the larger peak, where it is known."""
+    merged = {**one, **other}
+    peaks = [each["peak_memory_gib"] for each in (one, other) if each.get("peak_memory_gib") is not None]
+    return merged | ({"peak_memory_gib": max(peaks)} if peaks else {})
 
 
 def _raise_if_failed(completions: Sequence[Completion]) -> None:

@@ -18,6 +18,7 @@ import torch
 from bench.cells import summarise
 from bench.graph_round import captured, models_of, round_of
 from bench.kernel_groups import HOST, shares
+from bench.memory import kv_bytes_per_token
 from bench.traced import CALLS, traced
 from specdec import Engine, Request, SamplingParams
 from specdec.drafter import no_proposal
@@ -184,11 +185,6 @@ def weight_bytes(module: Any) -> int:
     head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
     read = {p.data_ptr(): p.nbytes for p in module.parameters() if p is not embedding}
     return sum((read | {head.data_ptr(): head.nbytes}).values())
-
-
-def kv_bytes_per_token(model: CachedModel) -> int:
-    """Keys and values of one token in all layers."""
-    return sum(t.nbytes // (t.shape[0] * t.shape[2]) for pair in model.cache.layers.values() for t in pair)
 
 
 def graph_values(engine: Engine, name: str, run: Callable[[], Any], shape: Shape) -> dict[str, float]:

@@ -13,11 +13,13 @@ _NOTHING = "-"
 def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
     """drafter x k or controller x batch, one row a measurement; intervals in brackets where they were measured."""
     rows = sorted((row for row in result["rows"] if "gate" not in row), key=_order)
+    contexts = {"prompt tokens": [number(row.get("prompt_tokens")) for row in rows]} if _has_contexts(rows) else {}
     return pd.DataFrame(
         {
             "prompts": [row["prompt_set"] for row in rows],
             "T": [number(row["temperature"]) for row in rows],
             "batch": [str(row["batch"]) for row in rows],
+            **contexts,
             "drafter": [_drafter(row) for row in rows],
             "k": [_length(row) for row in rows],
             "tokens/s": [_with_interval(row, "tokens_per_s") for row in rows],
@@ -78,10 +80,17 @@ def to_text(table: pd.DataFrame) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+def _has_contexts(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one set of prompts was measured at several lengths."""
+    lengths = {(row["prompt_set"], row.get("prompt_tokens")) for row in rows}
+    return len(lengths) > len({name for name, _ in lengths})
+
+
 def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     is_ours = row["engine"] == "specdec"
-    names = (row["drafter"] != "none", row["drafter"], row["controller"] != "fixed", row["controller"])
-    return (row["prompt_set"], row["temperature"], row["batch"], is_ours, *names, row["k"])
+    load = (row["prompt_set"], row["temperature"], row["batch"], row.get("prompt_tokens", 0))
+    drafter = (row["drafter"] != "none", row["drafter"], row.get("draft") or "")
+    return (*load, is_ours, *drafter, row["controller"] != "fixed", row["controller"], row["k"])
 
 
 def _drafter(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline import schema
 from pipeline.config_profile import DEFAULT_PROFILE, ProfileConfig
 from pipeline.config_slurm import DEFAULT_SLURM, SlurmConfig
-from pipeline.config_train import DEFAULT_TRAIN, TrainConfig
+from pipeline.config_train import DEFAULT_TRAIN, STOCK, TrainConfig
 from pipeline.fields import count as _count
 from pipeline.fields import name as _name
 from pipeline.fields import one_of as _one_of
@@ -142,19 +142,23 @@ class FilterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchEngineConfig:
-    """Stage 04: the grid drafters x controllers (and ks) x batches x temperatures, and the sizes of gates G1 and G2.
+    """Stage 04: the grid prompts x temperatures x batches x contexts, in each cell drafters x controllers (and ks), and
+    the sizes of gates G1 and G2.
 
-    k = 0 is measured for every batch and temperature, as drafter "none"; controller "fixed" stands for every one of
-    `ks`, the others choose up to their largest. `law_samples` is G1's sample size a case; `greedy_ks` are G2's draft
-    lengths.
+    k = 0 is measured in every cell, as drafter "none"; controller "fixed" stands for every one of `ks`, the others
+    choose up to their largest. `drafts`: the drafter "model" is each of these drafts of stage 03 of the run ("stock":
+    what its training starts from) instead of models.draft. `contexts`: prompts of so many tokens; 0 leaves them as
+    they are. `law_samples` is G1's sample size a case; `greedy_ks` are G2's draft lengths.
     """
 
     prompts: tuple[PromptSource, ...]
     drafters: tuple[str, ...] = _one_of(DRAFTERS, default=DRAFTERS)
+    drafts: tuple[str, ...] = ()
     controllers: tuple[str, ...] = _one_of(CONTROLLERS, default=("fixed", "adaptive"))
     ks: tuple[int, ...] = _count(default=(1, 2, 4))
     batches: tuple[int, ...] = _count(default=(1, 4))
     temperatures: tuple[float, ...] = _temperature(default=(0.0,))
+    contexts: tuple[int, ...] = _count(0, default=(0,))
     max_tokens: int = _count(default=64)
     repeats: int = _count(default=1)
     seed: int = _count(0, default=0)
@@ -169,6 +173,7 @@ class BenchEngineConfig:
             ks=self.ks,
             batches=self.batches,
             temperatures=self.temperatures,
+            contexts=self.contexts,
             greedy_ks=self.greedy_ks,
         )
 
@@ -213,6 +218,10 @@ class Config:
         trained, names = self.models.draft.trained, [draft.name for draft in self.train.drafts]
         if trained is not None and trained not in names:
             raise ValueError(f"models.draft.trained: got {trained!r}, expected one of train.drafts: {', '.join(names)}")
+        unknown = [name for name in part(self, "bench_engine.drafts") or () if name not in (STOCK, *names)]
+        if unknown:
+            known = ", ".join((STOCK, *names))
+            raise ValueError(f"bench_engine.drafts: got {unknown[0]!r}, expected {known} (train.drafts)")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -13,6 +13,7 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 SHARDINGS = ("fsdp", "ddp")
 ATTENTIONS = ("sdpa", "flex_attention", "flash_attention_2")
 LONG_ROWS = ("refuse", "drop")
+STOCK = "stock"  # in results: the draft that training starts from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,8 @@ class TrainConfig:
         names = [draft.name for draft in self.drafts]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"drafts: got the names {names}, expected at least one, each once")
+        if STOCK in names:
+            raise ValueError(f"drafts: got the name {STOCK!r}, which stands for the draft before training")
 
 
 DEFAULT_TRAIN = TrainConfig()

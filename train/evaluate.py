@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from data.common import stable_seed
+from pipeline.config_train import STOCK
 from pipeline.results import gate
 from specdec import AcceptanceStats, Engine, Request, SamplingParams
 from train.intervals import gain_interval, ratio_interval
 
 TEMPERATURES = (0.0, 1.0)
 MIN_GAIN = 0.05  # gate G3
-STOCK = "stock"  # the draft that training starts from
 
 
 @dataclass(frozen=True, kw_only=True)
