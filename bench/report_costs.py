@@ -48,13 +48,7 @@ def time_split(run: RunData) -> Section:
 def memory(run: RunData) -> Section:
     """What methods cost in memory: as measured, and the weights of trained drafts."""
     rows = [row for row in run.rows if any(row.get(name) is not None for name in MEMORY) and row.get("engine")]
-    weights = [
-        {"draft": Path(file["name"]).parent.name, "weights, MB": file["bytes"] / 1e6}
-        for done in run.done
-        if done["stage"] == "03_train_draft"
-        for file in done["files"]
-        if file["name"].endswith(".safetensors")
-    ]
+    weights = [{"draft": draft, "weights, MB": size / 1e6} for draft, size in draft_bytes(run).items()]
     blocks: list[Figure | Table] = []
     if rows:
         frame = frame_of(rows, [*WHERE, *MEMORY]).drop_duplicates()
@@ -65,6 +59,17 @@ def memory(run: RunData) -> Section:
         )
     missing = "" if blocks else "No memory was measured: on a GPU stage 04, and the server of stage 05, record it."
     return Section(id="memory", title="Memory cost", blocks=blocks, missing=missing)
+
+
+def draft_bytes(run: RunData) -> dict[str, int]:
+    """The size of the weights of each draft that stage 03 trained."""
+    return {
+        Path(file["name"]).parent.name: file["bytes"]
+        for done in run.done
+        if done["stage"] == "03_train_draft"
+        for file in done["files"]
+        if file["name"].endswith(".safetensors")
+    }
 
 
 def profile(run: RunData) -> Section:

@@ -58,7 +58,7 @@ def write_report(run: RunData, out: Path) -> list[Path]:
 def all_sections(run: RunData, advice: Recommendation) -> Iterator[Section]:
     """In the order of the page."""
     yield report_evidence.gates(run)
-    yield report_sections.which_method_when(advice)
+    yield report_sections.which_method_when(run, advice)
     yield report_sections.speed_by_batch(run)
     yield report_sections.latency_throughput(run)
     yield report_sections.acceptance(run)
@@ -114,4 +114,7 @@ def _facts(run: RunData) -> dict[str, list[str]]:
                 found["Target"][f"{row['target']}{' in ' + row['dtype'] if row.get('dtype') else ''}"] = None
             if row.get("draft"):
                 found["Draft"][str(row["draft"])] = None
-    return {name: list(values) for name, values in found.items() if values}
+    weights = [f"{draft} {size / 1e6:.0f} MB" for draft, size in report_costs.draft_bytes(run).items()]
+    return {name: list(values) for name, values in found.items() if values} | {
+        "Memory": [f"weights of the trained draft {text}" for text in weights] or ["see Memory cost"]
+    }

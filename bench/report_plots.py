@@ -24,7 +24,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 INK, MUTED, LINE = "#a0b0d0", "#a0b0d1", "#a0b0d2"
 SERIES = [f"#a0b0c{index}" for index in range(8)]
 MARKERS, DASHES = "osD^vPX*", ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2))]
-LABEL_LENGTH = 42
+LABEL_LENGTH = 52
+WIDTH = 9.4  # inches of every figure, so that letters are equally large
 STYLE: Any = {  # by name, as in a matplotlibrc
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -56,14 +57,13 @@ STYLE: Any = {  # by name, as in a matplotlibrc
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """name: of its CSV and anchor; svg: markup without a size of its own; frame: what was drawn; width: pixels below
-    which the letters get too small to read; note: what a reader has to know of it."""
+    """name: of its CSV and anchor; svg: markup without a size of its own; frame: what was drawn; note:
+    what a reader has to know of it."""
 
     name: str
     title: str
     svg: str
     frame: pd.DataFrame
-    width: int
     note: str = ""
 
 
@@ -102,7 +102,7 @@ def line_panels(
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     legend_rows = -(-len(labels) // 2)
-    width, height = (7.2 if columns == 1 else 4.6 * columns), 2.9 * rows + 0.27 * legend_rows + 0.5
+    height = 2.9 * rows + 0.27 * legend_rows + 0.5
 
     def draw(canvas: Canvas) -> None:
         grid = canvas.subplots(rows, columns, squeeze=False, sharey=share_y)
@@ -118,8 +118,8 @@ def line_panels(
         if len(labels) > 1:
             _legend(canvas, grid.flat[0], labels, styles)
 
-    svg = to_svg(name, draw, size=(width, height))
-    return Figure(name=name, title=title, svg=svg, frame=frame, width=round(width * 62), note=note)
+    svg = to_svg(name, draw, height)
+    return Figure(name=name, title=title, svg=svg, frame=frame, note=note)
 
 
 def stacked_bars(
@@ -149,16 +149,16 @@ def stacked_bars(
         axes.margins(y=0.02)
         canvas.legend(loc="outside lower left", ncols=len(table.columns))
 
-    svg = to_svg(name, draw, size=(8.4, height))
-    return Figure(name=name, title=title, svg=svg, frame=frame, width=540, note=note)
+    svg = to_svg(name, draw, height)
+    return Figure(name=name, title=title, svg=svg, frame=frame, note=note)
 
 
-def to_svg(name: str, draw: Callable[[Canvas], None], *, size: tuple[float, float]) -> str:
-    """What `draw` puts on a canvas of `size` inches, as markup for a page: without a size or fonts of its own, with ids
-    that no other figure has, and colours by CSS variable."""
+def to_svg(name: str, draw: Callable[[Canvas], None], height: float) -> str:
+    """What `draw` puts on a canvas `height` inches high, as markup for a page: no size, no fonts, ids
+    that no other figure has, colours by CSS variable."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # only for widths: the page's fonts draw it
-        canvas = Canvas(figsize=size, layout="constrained")
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         draw(canvas)
         stream = io.StringIO()
         canvas.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

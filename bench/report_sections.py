@@ -11,9 +11,19 @@ from typing import Any
 import pandas as pd
 
 from bench.adaptive import RATES, TABLES, shifting_run
-from bench.recommend import Recommendation, Score
-from bench.report_blocks import WHERE, Cell, Section, Table, frame_of, grouped, median_or_none, numbers
-from bench.report_data import Row, RunData, load_of, method_of, speeds
+from bench.recommend import Choice, Recommendation, Score
+from bench.report_blocks import (
+    WHERE,
+    Cell,
+    Section,
+    Table,
+    frame_of,
+    grouped,
+    median_or_none,
+    numbers,
+    table_of_frame,
+)
+from bench.report_data import ENGINES, Load, Row, RunData, load_of, method_of, speeds
 from bench.report_plots import Figure, Line, line_panels
 from specdec.simulate_costs import cost_models
 
@@ -21,40 +31,44 @@ RUN_BENCH = "Run scripts/04_bench_engine.sh."
 MOST_PANELS, MOST_LINES = 6, 8
 
 
-def which_method_when(advice: Recommendation) -> Section:
-    """Method x load: geometric mean of the speedups at each load."""
-    scores = {(score.method, choice.load): score for choice in advice.choices for score in choice.scores}
-    best = {choice.load: choice.best if choice.verdict == "pays" else None for choice in advice.choices}
-    methods = sorted(
-        {method for method, _ in scores}, key=lambda each: (each.engine, each.name, each.controller, each.k)
-    )
-    loads = [choice.load for choice in advice.choices]
+def which_method_when(run: RunData, advice: Recommendation) -> Section:
+    """A table of method x load for each engine, and the methods that could not be run."""
+    choices = {load.engine: [c for c in advice.choices if c.load.engine == load.engine] for load in _loads(advice)}
+    blocks = [_method_table(engine, ours) for engine, ours in choices.items()]
+    absent = {str(row.get("method")): row["not_run"] for row in run.rows if row.get("not_run")}
+    if absent:
+        found = pd.DataFrame({"method": list(absent), "why": list(absent.values())})
+        blocks.append(table_of_frame("methods_not_run", "Methods that were not run", found))
+    missing = "" if choices else f"No speeds. {RUN_BENCH}"
+    return Section(id="methods", title="Which method when", blocks=blocks, missing=missing)
+
+
+def _loads(advice: Recommendation) -> list[Load]:
+    return [choice.load for choice in advice.choices]
+
+
+def _method_table(engine: str, choices: Sequence[Choice]) -> Table:
+    """Geometric means of the speedups; the method that is taken in bold, and plain decoding's tokens/s below."""
+    scores = {(score.method, choice.load): score for choice in choices for score in choice.scores}
+    taken = {choice.load: choice.best if choice.verdict == "pays" else None for choice in choices}
+    methods = sorted({method for method, _ in scores}, key=lambda each: (each.name, each.controller, each.k))
     rows = []
     for method in methods:
-        found = [scores.get((method, load)) for load in loads]
-        cells = [_speed_cell(score, best[load]) for score, load in zip(found, loads, strict=True)]
+        cells = [_speed_cell(scores.get((method, load)), taken[load]) for load in taken]
         rows.append([Cell(text=method.label), *cells])
-    plain = [choice.plain for choice in advice.choices]
-    rows.append([Cell(text="no speculation, tokens/s"), *(Cell(text=_rates(score)) for score in plain)])
-    frame = pd.DataFrame(
-        [
-            {"method": m.label, "load": load.label, "engine": load.engine, "speedup": s.speedup, "low": s.low}
-            for (m, load), s in scores.items()
-        ]
-    )
-    columns = ["method", *(f"{load.label} ({load.engine})" for load in loads)]
-    table = Table(
-        name="method_by_load",
-        title="Speed over plain decoding, mean over prompts and temperatures",
-        columns=columns,
+    rows.append([Cell(text="no speculation, tokens/s"), *(Cell(text=_rates(choice.plain)) for choice in choices)])
+    records = [
+        {"method": method.label, "load": load.label, "speedup": score.speedup, "low": score.low}
+        for (method, load), score in scores.items()
+    ]
+    return Table(
+        name=f"method_by_load_{engine}",
+        title=f"{ENGINES.get(engine, engine)}: speed over plain decoding, mean over prompts and temperatures",
+        columns=["method", *(load.label for load in taken)],
         rows=rows,
-        frame=frame,
+        frame=pd.DataFrame(records),
         note="Blue is faster than plain decoding, orange slower; bold is what the recommendation takes. "
         "A dash: not measured there on all prompts.",
-    )
-    blocks = [table] if scores else []
-    return Section(
-        id="methods", title="Which method when", blocks=blocks, missing="" if scores else f"No speeds. {RUN_BENCH}"
     )
 
 

@@ -1,0 +1,69 @@
+"""Documents say what the programs do: messages are the code's, links lead somewhere, commands run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_project import ROOT, python_files
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LEAST_LETTERS = 4  # of a piece of a message between two values
+
+
+@cache
+def code_texts() -> list[str]:
+    """Every string of the code, an f-string with … for each value, and the scripts."""
+    texts = []
+    for path in python_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return [*texts, *(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.sh"))]
+
+
+def is_printed(message: str) -> bool:
+    """Whether some text of the code has all pieces of the message, in order."""
+    pieces = [re.escape(piece.strip()) for piece in message.split("…") if len(piece.strip()) >= LEAST_LETTERS]
+    pattern = re.compile(".*".join(pieces), re.DOTALL)
+    return any(pattern.search(text) for text in code_texts())
+
+
+def quoted_messages() -> Iterator[str]:
+    """The code spans of the tables' first column that are sentences."""
+    for line in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines():
+        first = re.match(r"\| `([^`]+)`", line)
+        if first and " " in first[1]:
+            yield first[1]
+
+
+def test_messages_in_the_troubleshooting_are_the_codes() -> None:
+    messages = list(quoted_messages())
+    assert len(messages) > 20
+    assert [message for message in messages if not is_printed(message)] == []
+
+
+def test_a_message_that_no_code_prints_is_seen() -> None:
+    assert not is_printed("the flux of … is out of … phase")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """To a file of the checkout, and to a heading of it where one is named."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (path.parent / name) if name else path
+        assert file.exists(), f"{path.name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], target
