@@ -128,7 +128,8 @@ def check_hf_home() -> Finding:
 def check_prompts(config: Config) -> Finding:
     """Packages and files that the config's prompt sources need."""
     missing = []
-    sources = (*config.traces.prompts, *config.bench_draft.prompts, *config.bench_engine.prompts)
+    serving = config.bench_vllm.prompts if config.bench_vllm else ()
+    sources = (*config.traces.prompts, *config.bench_draft.prompts, *config.bench_engine.prompts, *serving)
     for prompts in sources:
         kind, _, rest = prompts.source.partition(":")
         package = SOURCE_PACKAGES.get(kind)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
+from pipeline.config_bench_vllm import BenchVllmConfig
 from pipeline.config_profile import DEFAULT_PROFILE, ProfileConfig
 from pipeline.config_slurm import DEFAULT_SLURM, SlurmConfig
 from pipeline.config_train import DEFAULT_TRAIN, STOCK, TrainConfig
@@ -23,6 +24,7 @@ from pipeline.fields import count as _count
 from pipeline.fields import name as _name
 from pipeline.fields import one_of as _one_of
 from pipeline.fields import temperature as _temperature
+from pipeline.prompt_sets import PromptSource, check_prompts, not_empty
 from pipeline.schema import setting
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -58,15 +60,6 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSource:
-    """A named set of prompts; `source` as in pipeline.sources.load_prompts, at most `limit` prompts of it."""
-
-    name: str = _name()
-    source: str
-    limit: int = _count()
-
-
-@dataclass(frozen=True, kw_only=True)
 class TracesConfig:
     """Stage 01: `completions_per_prompt` completions of every prompt at every temperature.
 
@@ -91,8 +84,8 @@ class TracesConfig:
     tensor_parallel: int = _count(default=1)
 
     def __post_init__(self) -> None:
-        _check_prompts(self.prompts)
-        _not_empty(temperatures=self.temperatures)
+        check_prompts(self.prompts)
+        not_empty(temperatures=self.temperatures)
         if len(set(self.temperatures)) < len(self.temperatures):  # seeds hang on them: the same completions again
             raise ValueError(f"temperatures: got {list(self.temperatures)}, expected each once")
         if self.tensor_parallel > 1 and self.backend in ("specdec", "score"):
@@ -166,8 +159,8 @@ class BenchEngineConfig:
     greedy_ks: tuple[int, ...] = _count(0, default=(1, 3, 8))
 
     def __post_init__(self) -> None:
-        _check_prompts(self.prompts)
-        _not_empty(
+        check_prompts(self.prompts)
+        not_empty(
             drafters=self.drafters,
             controllers=self.controllers,
             ks=self.ks,
@@ -193,7 +186,7 @@ class BenchDraftConfig:
 
     def __post_init__(self) -> None:
         if self.prompts:
-            _check_prompts(self.prompts)
+            check_prompts(self.prompts)
 
 
 DEFAULT_BENCH_DRAFT = BenchDraftConfig()
@@ -210,6 +203,7 @@ class Config:
     train: TrainConfig = DEFAULT_TRAIN
     bench_draft: BenchDraftConfig = DEFAULT_BENCH_DRAFT
     bench_engine: BenchEngineConfig
+    bench_vllm: BenchVllmConfig | None = None
     profile: ProfileConfig = DEFAULT_PROFILE
     workers: WorkersConfig = WorkersConfig()
     slurm: SlurmConfig = DEFAULT_SLURM
@@ -290,17 +284,3 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return [_plain(element) for element in value] if isinstance(value, tuple) else value
-
-
-def _check_prompts(prompts: tuple[PromptSource, ...]) -> None:
-    _not_empty(prompts=prompts)
-    names = [source.name for source in prompts]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"prompts: got the name {repeated[0]!r} twice, expected each source under its own name")
-
-
-def _not_empty(**lists: tuple[Any, ...]) -> None:
-    for name, values in lists.items():
-        if not values:
-            raise ValueError(f"{name}: got an empty list, expected at least one element")

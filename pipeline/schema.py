@@ -1,7 +1,8 @@
 """A YAML tree read into frozen dataclasses, every error with its file and line.
 
 yaml.safe_load would drop line numbers and let a second key silently win, so this walks the node tree instead.
-Supported field types: str, int, float, bool, dataclasses, `X | None`, `tuple[X, ...]` and unions of these.
+Supported field types: str, int, float, bool, dataclasses, `X | None`, `tuple[X, ...]` and unions of these; and
+`dict[str, Any]` for keys and values that are passed on to another program unread.
 """
 
 from __future__ import annotations
@@ -117,7 +118,26 @@ def _read(node: yaml.Node, kind: Any, path: str) -> Any:
             raise _wrong(node, kind, path)
         element = typing.get_args(kind)[0]
         return tuple(_read(child, element, f"{path}[{index}]") for index, child in enumerate(node.value))
+    if typing.get_origin(kind) is dict:
+        if not isinstance(node, yaml.MappingNode):
+            raise _wrong(node, kind, path)
+        return _plain(node, path)
     return _read_scalar(node, kind, path)
+
+
+def _plain(node: yaml.Node, path: str) -> Any:
+    """What YAML says, with no type asked for; a repeated key is an error here too."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(child, f"{path}[{index}]") for index, child in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return yaml.SafeLoader("").construct_object(node)
+    values: dict[str, Any] = {}
+    for key, child in node.value:
+        full = _join(path, str(key.value))
+        if str(key.value) in values:
+            raise ValueError(f"{where(key)}: {full!r} is given twice; keep one")
+        values[str(key.value)] = _plain(child, full)
+    return values
 
 
 def _read_dataclass(node: yaml.Node, kind: type, path: str) -> Any:
@@ -205,6 +225,8 @@ def describe(kind: Any) -> str:
         return f"keys ({', '.join(field.name for field in dataclasses.fields(kind))})"
     if typing.get_origin(kind) is tuple:
         return f"a list of {typing.get_args(kind)[0].__name__}"
+    if typing.get_origin(kind) is dict:
+        return "keys and values"
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
 
 

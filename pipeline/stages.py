@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 CHECK, REPORT = "00_check_env", "report"
-STAGES = (CHECK, "01_gen_traces", "02_filter", "03_train_draft", "04_bench_engine", "06_profile", REPORT)
+STAGES = (
+    CHECK,
+    "01_gen_traces",
+    "02_filter",
+    "03_train_draft",
+    "04_bench_engine",
+    "05_bench_vllm",
+    "06_profile",
+    REPORT,
+)
 
 
 def stage_name(text: str) -> str:

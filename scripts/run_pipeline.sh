@@ -9,7 +9,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 scripts="$SPEC_CHECKOUT/scripts"
 
-stages=(00_check_env 01_gen_traces 02_filter 03_train_draft 04_bench_engine 06_profile report)
+stages=(00_check_env 01_gen_traces 02_filter 03_train_draft 04_bench_engine 05_bench_vllm 06_profile report)
 config="$SPEC_CHECKOUT/configs/demo.yaml"
 first=""
 force=()
@@ -52,6 +52,7 @@ run_stage() {
 report() {
     local pages status=0
     "$SPEC_PYTHON" -P -m bench.training_report --config "$config" || return
+    "$SPEC_PYTHON" -P -m bench.serving_report --config "$config" || return
     pages=$("$SPEC_PYTHON" -P -m bench.report --config "$config") || return
     "$SPEC_PYTHON" -P -m bench.gates --config "$config" || status=$?
     printf '%s\n' "$pages"

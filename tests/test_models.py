@@ -134,7 +134,7 @@ def test_find_makes_nothing(data_root: Path) -> None:
     assert models.find(SMOLLM2) is None
     assert list(data_root.iterdir()) == []
     models.resolve("tiny:qwen3")
-    assert models.find("tiny:qwen3") == data_root / "models" / "tiny-qwen3-v1"
+    assert models.find("tiny:qwen3") == data_root / "models" / tiny.folder_name("qwen3")
 
 
 def test_models_cannot_be_made_under_a_data_root_that_is_not_there(

@@ -43,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
         (root / "scripts" / f"{stage}.sh").write_text(STAND_IN.replace("STAGE", stage))
     (root / "bench").mkdir()
     (root / "bench" / "__init__.py").touch()
-    for name in ("report", "training_report", "gates"):
+    for name in ("report", "training_report", "serving_report", "gates"):
         (root / "bench" / f"{name}.py").write_text(f"import sys\nprint('{name} got', *sys.argv[1:])\n")
     return root
 
