@@ -15,11 +15,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.bench_engine import inputs
 from pipeline.stage import Stage, StageContext, data_root, stage_main
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pipeline.config import Config
+
+
+
+def inputs(config: Config) -> tuple[str, ...]:
+    """The stage that trains the drafts, when one is served that is trained there."""
+    methods = config.bench_vllm.methods if config.bench_vllm else ()
+    named = [(method.speculative_config or {}).get("model") for method in methods]
+    trained = config.models.draft.trained is not None or any(str(name).startswith("$DRAFT:") for name in named)
+    return ("03_train_draft",) if trained else ()
+
 
 SECTIONS = ("models", "bench_vllm")
 STAGE = Stage(name="05_bench_vllm", version=1, sections=SECTIONS, inputs=inputs)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.serving_drafts import folder_of
+from bench.draft_model import draft_name
+from bench.serving_drafts import NAMED_DRAFT, folder_of
 from bench.serving_server import ServerCommand
 from pipeline import models
 from pipeline.config import Config
@@ -86,14 +87,13 @@ def _controller(method: MethodConfig) -> str:
 
 def _draft_name(config: Config, model: str | None) -> str | None:
     """A draft by the name that the config knows it by; $EAGLE and $EAGLE3 are fabricated, and say so."""
-    draft = config.models.draft
     named = {
-        "$DRAFT": draft.model or draft.trained or f"keep_layers={draft.keep_layers}",
+        "$DRAFT": draft_name(config),
         "$TARGET": config.models.target,
         "$EAGLE": "fabricated (random weights)",
         "$EAGLE3": "fabricated (random weights)",
     }
-    return named.get(model, model) if model else None
+    return named.get(model, model.removeprefix(NAMED_DRAFT)) if model else None
 
 
 def _environment(method: MethodConfig, on_gpu: bool, folder: Path) -> dict[str, str]:
