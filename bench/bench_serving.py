@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pipeline.config import Config
 
 
-
 def inputs(config: Config) -> tuple[str, ...]:
     """The stage that trains the drafts, when one is served that is trained there."""
     methods = config.bench_vllm.methods if config.bench_vllm else ()
