@@ -112,7 +112,8 @@ def step(tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, new
     [
         (step({"a": 1, "b": 1}), 0),
         (step({"a": 3, "b": 3}, {"a": [1, 2], "b": [3, 4]}), 2),
-        (step({"a": 3, "b": 1}, {"a": [1, 2]}), None),  # lengths differ
+        (step({"a": 3, "b": 1}, {"a": [1, 2]}), 2),  # a drafter that found none for b
+        (step({"a": 3, "b": 2}, {"a": [1, 2]}), None),
         (step({"a": 1, "b": 20}), None),  # a prompt's chunk
         (step({"a": 1}, new=("a",)), None),
         (step({}), None),
@@ -145,7 +146,10 @@ def test_a_round_is_one_steps_drafts_and_the_next_steps_verification(monkeypatch
     assert run_step(clock, step({"a": 1}), 0) is None, "another batch"
     assert run_step(clock, step({"a": 9}), 0) is None, "a prompt's chunk"
     assert run_step(clock, step({"a": 1}), 0) is None, "drafted after a prompt's chunk"
-    assert run_step(clock, step({"a": 1}), 0) is not None
+    assert run_step(clock, step({"a": 1}), 4) is not None
+    fewer = run_step(clock, step({"a": 3}, {"a": [1, 2]}), 1)
+    assert (fewer.batch, fewer.k) == (1, 2), "a drafter that found two of four"
+    assert run_step(clock, step({"a": 3}, {"a": [1, 2]}), 0) is None, "more than were drafted"
 
 
 def test_events_that_the_device_has_not_passed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

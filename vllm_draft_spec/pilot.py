@@ -117,7 +117,7 @@ class Pilot:
         return gauges
 
     def _observe_round(self, step: Step, counts: Tally, period_s: float) -> None:
-        previous, k = self._previous, max(drafted for drafted, _ in step.rows)
+        previous, k = self._previous, step.k
         asked = previous.next_k if previous is not None else k
         expected = previous is not None and step.is_round(k) and previous.names == step.names and asked == k
         if expected and step.next_k == k and step.times is not None and not step.times.caught_up:
@@ -188,7 +188,7 @@ class Pilot:
 def _lacking(step: Step, asked: int) -> tuple[int, ...]:
     """By position, rows that came so far and had no draft there although one was asked for."""
     counts = [0] * asked
-    for drafted, accepted in step.rows:
+    for (drafted, accepted), rows in step.kinds.items():
         if accepted == drafted < asked:
-            counts[drafted] += 1
+            counts[drafted] += rows
     return tuple(counts)

@@ -131,10 +131,11 @@ class AdaptiveLength(STOCK):
         """What the step did; requests that ended while it ran are left out, as vLLM leaves them out."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         invalid = scheduler_output.num_invalid_spec_tokens or {}
+        tokens_by_row, places = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         rows, prefill, prompt_tokens = [], 0, 0
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             request, drafted = self.requests.get(name), len(drafts.get(name, ()))
-            sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[name]]
+            sampled = tokens_by_row[places[name]] if tokens_by_row else ()
             is_prompt = tokens > 1 + drafted or not sampled
             prompt_tokens += tokens if is_prompt else 0
             if request is None or request.is_finished() or not sampled:

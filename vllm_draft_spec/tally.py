@@ -8,8 +8,10 @@ token more), plain (no draft to verify; one token), or prefill (the first token 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -28,9 +30,19 @@ class Step:
     next_k: int
     times: Any = None
 
+    @cached_property
+    def kinds(self) -> Counter[tuple[int, int]]:
+        """How many rows there are of each kind: of 64 rows few differ, and this runs in every step."""
+        return Counter(self.rows)
+
+    @property
+    def k(self) -> int:
+        """The most drafts that a row verified."""
+        return max((drafted for drafted, _ in self.kinds), default=0)
+
     def is_round(self, k: int) -> bool:
         """Whether every row verified k drafts and the step did nothing else."""
-        return not self.prompt_tokens and all(drafted == k for drafted, _ in self.rows)
+        return not self.prompt_tokens and all(drafted == k for drafted, _ in self.kinds)
 
 
 @dataclass
@@ -52,17 +64,17 @@ class Tally:
 
     @classmethod
     def of(cls, step: Step) -> Tally:
-        drafting = [row for row in step.rows if row[0]]
-        k = max((drafted for drafted, _ in step.rows), default=0)
-        accepted = sum(accepted for _, accepted in drafting)
+        drafting = [(drafted, accepted, rows) for (drafted, accepted), rows in step.kinds.items() if drafted]
+        tested = sum(rows for _, _, rows in drafting)
+        accepted = sum(accepted * rows for _, accepted, rows in drafting)
         return cls(
-            steps_by_k=[0] * k + [1] if step.rows else [],
-            reached=_by_position(min(drafted, accepted + 1) for drafted, accepted in drafting),
-            accepted_by_position=_by_position(accepted for _, accepted in drafting),
-            drafting=len(drafting),
-            plain=len(step.rows) - len(drafting),
+            steps_by_k=[0] * step.k + [1] if step.rows else [],
+            reached=_by_position((min(drafted, accepted + 1), rows) for drafted, accepted, rows in drafting),
+            accepted_by_position=_by_position((accepted, rows) for _, accepted, rows in drafting),
+            drafting=tested,
+            plain=len(step.rows) - tested,
             prefill=step.prefill,
-            drafted=sum(drafted for drafted, _ in drafting),
+            drafted=sum(drafted * rows for drafted, _, rows in drafting),
             accepted=accepted,
             generated=accepted + len(step.rows) + step.prefill,
             draft_s=step.times.draft_s if step.times is not None else 0.0,
@@ -82,11 +94,11 @@ class Tally:
         return [a / r for a, r in pairs]
 
 
-def _by_position(lengths: Iterable[int]) -> list[int]:
-    """How many of the lengths reach each position: [2, 1] -> [2, 1]."""
+def _by_position(lengths: Iterable[tuple[int, int]]) -> list[int]:
+    """How many rows reach each position, from (length, rows): two of length 2 and one of length 1 give [3, 2]."""
     counts: list[int] = []
-    for length in lengths:
+    for length, rows in lengths:
         counts += [0] * (length - len(counts))
         for i in range(length):
-            counts[i] += 1
+            counts[i] += rows
     return counts

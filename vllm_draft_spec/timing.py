@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ class StepClock:
         if self._plain_k is None or len(self._marks) != 4:
             return
         begin, fed, drafting, done = self._marks
-        if drafted is not None and drafted.k == self._plain_k and drafted.rows == self._rows:
-            self._open.append((drafted, (fed, drafting), len(self._rows)))
+        # A drafter may have found fewer than it was asked for; the round's length is what was verified.
+        if drafted is not None and self._plain_k <= drafted.k and drafted.rows == self._rows:
+            self._open.append((replace(drafted, k=self._plain_k), (fed, drafting), len(self._rows)))
         marks = (begin, fed, drafting, done)
         self._drafted = Drafted(rows=self._rows, k=k, caught_up=caught_up, marks=marks)
 
@@ -96,13 +97,11 @@ class StepClock:
 
 
 def plain_k(scheduler_output: Any) -> int | None:
-    """The drafts that each row has in this step, where all have the same number and no other tokens but one."""
+    """The most drafts that a row has in this step, where all rows verify theirs and one token more and nothing else."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     scheduled = scheduler_output.num_scheduled_tokens
     if not scheduled or scheduler_output.scheduled_new_reqs:
         return None
-    lengths = {len(drafts.get(name, ())) for name in scheduled}
-    if len(lengths) > 1:
-        return None
-    [k] = lengths
-    return k if all(tokens == k + 1 for tokens in scheduled.values()) else None
+    lengths = {name: len(drafts.get(name, ())) for name in scheduled}
+    alone = all(tokens == lengths[name] + 1 for name, tokens in scheduled.items())
+    return max(lengths.values()) if alone else None

@@ -1,0 +1,98 @@
+"""The doctor's findings on pairs that go together, and on pairs that do not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline import tiny
+from vllm_draft_spec import doctor
+from vllm_draft_spec.doctor import Model, cache_finding, context_finding, kv_bytes, main, vocabulary_finding
+
+TARGET = Model(name="big", vocabulary=260, context=4096, kv_bytes=3000)
+DRAFT = replace(TARGET, name="small", kv_bytes=1000)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    tokenizer = tiny.byte_tokenizer()
+    for name in ("target", "draft"):
+        tiny.tiny_config("qwen3", tokenizer).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+
+
+def test_a_pair_that_goes_together(
+    pair: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 x 4 layers x 2 heads x 16 x 2 bytes = 512 bytes a token in each."""
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.32.0+cpu")
+    assert main([*pair, "--k-max", "3", "--cache-gib", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "the same 260 tokens" in text
+    assert (
+        "512 bytes a token and 512 for the draft: of 1 GiB the pool holds 1,048,576 tokens instead of 2,097,152" in text
+    )
+    command = shlex.split(text.splitlines()[-1])
+    assert command[:4] == ["SPECDEC_PLUGIN=1", "vllm", "serve", pair[1]]
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative == {"method": "draft_model", "model": pair[3], "num_speculative_tokens": 3}
+    assert json.loads(command[-1]) == {"specdec": {"controller": "adaptive"}}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--k-max", "0"], r"--k-max 0 --cache-gib 10; expected positive numbers"),
+        (["--cache-gib", "-1"], r"--cache-gib -1; expected positive"),
+        (["--draft", "nowhere/at-all"], r"nowhere/at-all: no model with a configuration there"),
+    ],
+)
+def test_bad_arguments(options: list[str], message: str, pair: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*pair, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "version, level", [("0.26.0", "ok"), ("0.32.0+cpu", "ok"), ("0.12.0", "error"), ("1.32.0", "error")]
+)
+def test_versions(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    assert doctor.version_finding().level == level
+
+
+def test_vocabularies() -> None:
+    small = replace(DRAFT, vocabulary=256)
+    assert vocabulary_finding(TARGET, small).level == "warning"
+    assert "use_heterogeneous_vocab" in vocabulary_finding(TARGET, small).text
+    assert '"use_heterogeneous_vocab": true' in doctor.serve_command(TARGET, small, 4)
+    reads: Any = SimpleNamespace(encode=lambda text: [1, 2, 3])
+    reads_otherwise: Any = SimpleNamespace(encode=lambda text: [3, 2, 1])
+    known = replace(TARGET, tokenizer=reads)
+    assert vocabulary_finding(known, replace(DRAFT, tokenizer=reads)).level == "ok"
+    assert vocabulary_finding(known, replace(DRAFT, tokenizer=reads_otherwise)).level == "error"
+    assert vocabulary_finding(known, DRAFT).level == "warning"
+
+
+def test_a_short_draft_is_a_warning() -> None:
+    found = context_finding(TARGET, replace(DRAFT, context=1024))
+    assert found.level == "warning"
+    assert "ends at 1024 tokens, the target's at 4096" in found.text
+
+
+def test_the_draft_takes_its_share_of_the_cache() -> None:
+    assert "holds 268,435 tokens instead of 357,913, 89,478 fewer (25%)" in cache_finding(TARGET, DRAFT, 1.0).text
+
+
+def test_bytes_of_a_token() -> None:
+    """Qwen3-8B: 36 layers, 8 heads of 128, bfloat16; the head size is not hidden / heads in every model."""
+    shape = SimpleNamespace(
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
+    )
+    assert kv_bytes(SimpleNamespace(**vars(shape), dtype="torch.bfloat16")) == 36 * 8 * 128 * 2 * 2

