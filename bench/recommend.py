@@ -34,10 +34,12 @@ NOISE, CLOSE, SLOWER = 1.10, 0.97, 0.98
 PROOFS = ("G1", "G2")
 PLAIN = "no speculation"
 MEMORY = {
-    "peak_memory_gib": "peak memory of the engine, GiB",
-    "kv_tokens": "tokens that the server's cache holds",
+    "peak_memory_gib": "peak memory, GiB",
+    "kv_gib": "of it keys and values, GiB",
+    "kv_tokens": "tokens that the cache holds",
     "max_concurrency": "requests of full length that the cache holds",
 }
+MEMORY_WORDS = {"peak_memory_gib": "memory {:.3g} GiB at the peak", "max_concurrency": "room for {:.3g} full requests"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,18 @@ class Choice:
     @property
     def method(self) -> str:
         return self.best.method.label if self.best and self.verdict == "pays" else PLAIN
+
+    @property
+    def memory(self) -> str:
+        """What the method takes, beside what plain decoding takes; empty where that was not measured."""
+        if not self.best:
+            return ""
+        plain = self.plain.memory if self.plain else {}
+        return "; ".join(
+            words.format(self.best.memory[name]) + (f" (plain decoding: {plain[name]:.3g})" if name in plain else "")
+            for name, words in MEMORY_WORDS.items()
+            if name in self.best.memory
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

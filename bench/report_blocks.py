@@ -15,7 +15,7 @@ from bench.tables import number
 MOST_ROWS = 200  # of a table on the page; its CSV has all
 WHERE = (
     *("engine", "drafter", "method", "draft", "controller", "k"),
-    *("prompt_set", "temperature", "load", "batch", "rate_share", "rate"),
+    *("prompt_set", "prompt_tokens", "temperature", "load", "batch", "rate_share", "rate"),
 )
 
 

@@ -26,7 +26,7 @@ ALL_GATES = {
     "G6": "the same output and no slowdown inside vLLM",
 }
 DRAFTERS = {"model": "draft model", "ngram": "n-gram", "none": "no speculation"}  # what people call them
-CELL = ("target", "dtype", "engine", "prompt_set", "temperature", "context_tokens", "acceptance")
+CELL = ("target", "dtype", "engine", "prompt_set", "temperature", "prompt_tokens", "acceptance")
 Row = dict[str, Any]
 
 
@@ -151,6 +151,21 @@ def load_of(row: Row) -> Load:
     if row.get("load") == "open":
         return Load(engine=engine, kind="Poisson", value=share if is_number(share) else 0)
     return Load(engine=engine, kind="at once" if engine == "vllm" else "batch", value=batch if is_number(batch) else 1)
+
+
+def with_panels(rows: Sequence[Row]) -> list[Row]:
+    """The rows with `panel`: their prompts, with what of engine and length tells rows of these prompts apart."""
+    engines = {row.get("engine") for row in rows}
+    lengths: dict[tuple[Any, Any], set[Any]] = {}
+    for row in rows:
+        lengths.setdefault((row.get("engine"), row.get("prompt_set")), set()).add(row.get("prompt_tokens"))
+    found = []
+    for row in rows:
+        name = str(row.get("prompt_set") or "served prompts")
+        if len(lengths[row.get("engine"), row.get("prompt_set")]) > 1:
+            name += f", {row.get('prompt_tokens')} tokens"
+        found.append(row | {"panel": f"{name} ({row.get('engine')})" if len(engines) > 1 else name})
+    return found
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:

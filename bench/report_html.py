@@ -116,5 +116,5 @@ def _facts(run: RunData) -> dict[str, list[str]]:
                 found["Draft"][str(row["draft"])] = None
     weights = [f"{draft} {size / 1e6:.0f} MB" for draft, size in report_costs.draft_bytes(run).items()]
     return {name: list(values) for name, values in found.items() if values} | {
-        "Memory": [f"weights of the trained draft {text}" for text in weights] or ["see Memory cost"]
+        "Memory": [f"weights of the trained draft {text}" for text in weights] or ["see Memory cost, below"]
     }

@@ -134,7 +134,7 @@ def stacked_bars(
     """Horizontal bars: a row each, in the order of `table`, made of its columns; its index are the labels."""
     table = table.iloc[::-1]
     labels = [shortened(str(label)) for label in table.index]
-    height = 0.34 * len(table) + 1.3
+    height = 0.34 * len(table) + 1.1 + 0.27 * -(-len(table.columns) // 4)
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()
@@ -147,7 +147,7 @@ def stacked_bars(
         axes.set_xlabel(x_label)
         axes.grid(axis="y", visible=False)
         axes.margins(y=0.02)
-        canvas.legend(loc="outside lower left", ncols=len(table.columns))
+        canvas.legend(loc="outside lower left", ncols=min(4, len(table.columns)))
 
     svg = to_svg(name, draw, height)
     return Figure(name=name, title=title, svg=svg, frame=frame, note=note)

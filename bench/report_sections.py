@@ -23,7 +23,7 @@ from bench.report_blocks import (
     numbers,
     table_of_frame,
 )
-from bench.report_data import ENGINES, Load, Row, RunData, load_of, method_of, speeds
+from bench.report_data import ENGINES, Load, Row, RunData, load_of, method_of, speeds, with_panels
 from bench.report_plots import Figure, Line, line_panels
 from specdec.simulate_costs import cost_models
 
@@ -75,12 +75,9 @@ def _method_table(engine: str, choices: Sequence[Choice]) -> Table:
 def speed_by_batch(run: RunData) -> Section:
     """Speed over k = 0 of each method, by batch or requests at once; a panel for each engine and set of prompts."""
     rows = [row for row in speeds(run.rows) if method_of(row).drafts and row["speedup"] is not None]
-    groups = grouped(rows, "engine", "prompt_set")
+    groups = grouped(with_panels(rows), "panel")
     several = len({row["engine"] for row in rows}) > 1
-    panels = {
-        f"{prompts or 'served prompts'} ({engine})" if several else str(prompts): list(_speed_lines(ours))
-        for (engine, prompts), ours in _first(groups)
-    }
+    panels = {str(panel): list(_speed_lines(ours)) for (panel,), ours in _first(groups)}
     if not panels:
         return Section(id="speed", title="Speed by method and batch", missing=f"No speeds. {RUN_BENCH}")
     figure = line_panels(
@@ -107,14 +104,14 @@ def latency_throughput(run: RunData) -> Section:
     points = pd.DataFrame(
         [
             {
-                "panel": str(row.get("prompt_set") or "served prompts"),
+                "panel": row["panel"],
                 "method": method_of(row).label,
                 "load": load_of(row).label,
                 "x": row["tpot_ms"] if served else 1e3 * load_of(row).value / row["tokens_per_s"],
                 "tokens_per_s": row["tokens_per_s"],
                 "ttft_ms": row.get("ttft_ms"),
             }
-            for row in rows
+            for row in with_panels(rows)
         ]
     ).rename(columns={"x": "ms_per_token"})
     panels = {
@@ -142,8 +139,8 @@ def acceptance(run: RunData) -> Section:
     blocks: list[Figure | Table] = []
     rows = [row for row in run.rows if "gate" not in row and row.get("alpha_by_position") and row.get("engine")]
     if rows:
-        groups = grouped(rows, "prompt_set")
-        panels = {str(prompts): list(_acceptance_lines(ours)) for (prompts,), ours in _first(groups)}
+        groups = grouped(with_panels(rows), "panel")
+        panels = {str(panel): list(_acceptance_lines(ours)) for (panel,), ours in _first(groups)}
         note = _left_out(groups)
         blocks.append(_acceptance_figure("acceptance_by_position", "Drafters of the bench", panels, rows, note))
     trained = [row for row in run.rows if row.get("alpha_by_position_t1")]
