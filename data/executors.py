@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core.utils import UncompletedJobError
 
-from pipeline import archive
+from pipeline import archive, site
 from pipeline.config import Config
+from pipeline.site import COMMENT, RESERVED
 
-GPU_CAP = 4  # without SPEC_GPU_CAP
+# Site facts anew on the worker's node, whose SPEC_DATA_ROOT is its own.
+WORKER_SETUP = ['cd "$SPEC_CHECKOUT"', ". slurm/on_node.sh"]
 
 
 def make_executor(config: Config, name: str, folder: Path) -> Any:
@@ -42,23 +45,81 @@ def make_executor(config: Config, name: str, folder: Path) -> Any:
     return executor
 
 
+def map_array(executor: Any, function: Any, tasks: Sequence[Any]) -> list[Any]:
+    """Start `function(task)` for each; under Slurm as one array, free of the settings of this process's own job."""
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    with submitit.helpers.clean_env():
+        os.environ.update(kept)
+        return list(executor.map_array(function, tasks))
+
+
+def has_ended(job: Any) -> bool:
+    """Whether a worker's job is over. Without accounting only the queue tells of one that was killed."""
+    return bool(job.done()) or (isinstance(job, submitit.SlurmJob) and job.job_id not in _queued_ids())
+
+
+def failure(job: Any) -> str:
+    """Why a job that has ended did so, in a line: the error it raised, or the last words of one that was killed."""
+    killed = isinstance(job, submitit.SlurmJob) and not job.done()
+    error = None if killed else job.exception()
+    if error is None and not killed:
+        return "it stopped early"
+    killed = killed or isinstance(error, UncompletedJobError)
+    lines = [line.strip() for line in ((job.stderr() or "") if killed else str(error)).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__ if error else "none"
+    return f"killed; its last words: {last}" if killed else last
+
+
+class _Every:
+    """Contains everything: the queue is not known, so every job may be in it."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def _queued_ids() -> Container[str]:
+    command = ["squeue", "--me", "-h", "-r", "-o", "%i"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return set(done.stdout.split()) if done.returncode == 0 else _Every()
+
+
 def slurm_parameters(config: Config) -> dict[str, Any]:
-    """One task a job, `tensor_parallel` GPUs a task, never more GPUs at once than SPEC_GPU_CAP."""
-    gpus, cap = config.traces.tensor_parallel, int(os.environ.get("SPEC_GPU_CAP", GPU_CAP))
-    if gpus > cap:
-        raise ValueError(f"traces.tensor_parallel: got {gpus} GPUs a worker, expected at most SPEC_GPU_CAP={cap}")
-    optional = {
-        "account": os.environ.get("SPEC_SLURM_ACCOUNT"),
-        "partition": os.environ.get("SPEC_SLURM_PARTITION"),
-    }
+    """One task a job, `tensor_parallel` GPUs a task (none when the config's jobs have none), and never more at one time
+    than slurm/submit.sh has put aside for this stage, or a license or QOS of the site allows.
+
+    ValueError where nothing holds the GPU cap: outside of a job of slurm/submit.sh.
+    """
+    where, cap = site.slurm_site(), site.gpu_cap()
+    each = config.traces.tensor_parallel if config.slurm.gpus else 0
+    if each > cap:
+        raise ValueError(f"traces.tensor_parallel: got {each} GPUs a worker, expected at most SPEC_GPU_CAP={cap}")
+    if each and where.cap_by == "submitter" and RESERVED not in os.environ:
+        raise ValueError(
+            "workers.executor: slurm, but this is no job of slurm/submit.sh, which keeps workers within SPEC_GPU_CAP; "
+            "submit the stage: slurm/submit.sh 01_gen_traces --config FILE"
+        )
+    at_once = min(cap, site.whole_number(RESERVED, cap)) // each if each else config.workers.count
+    licenses = f"{where.license}:{each}" if where.cap_by == "license" and each else None
+    names = {"account": where.account, "partition": where.partition, "qos": where.qos, "constraint": where.constraint}
+    additional = {"licenses": licenses, "comment": os.environ.get(COMMENT)}
     return {
         "time": config.workers.minutes,
         "nodes": 1,
         "ntasks_per_node": 1,
-        "gpus_per_node": gpus,
-        "array_parallelism": max(1, min(config.workers.count, cap // gpus)),
-        **{key: value for key, value in optional.items() if value},
+        "cpus_per_task": config.slurm.cpus,
+        "array_parallelism": max(1, min(config.workers.count, at_once)),
+        "setup": WORKER_SETUP,
+        "additional_parameters": _given(additional),
+        **_given({"gpus_per_node": each or None, "mem": _memory(config), **names}),
     }
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
+
+
+def _memory(config: Config) -> str | None:
+    return f"{config.slurm.memory_gib}G" if config.slurm.memory_gib else None
 
 
 def worker_environment(config: Config, number: int) -> dict[str, str]:

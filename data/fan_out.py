@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from submitit.core.utils import UncompletedJobError
-
 from data.exchange import Exchange
-from data.executors import make_executor, worker_environment
+from data.executors import failure, has_ended, make_executor, map_array, worker_environment
 from data.gen_traces import missing_shards, wanted_shards
 from data.items import Shard
 from data.shards import read_notes, read_shard
@@ -72,14 +70,14 @@ class FanOut:
             self.watch(posts)
         finally:
             for post in posts:
-                if post.job is not None and not post.job.done():
+                if post.job is not None and not has_ended(post.job):
                     post.job.cancel()
         self.exchange.remove()
 
     def start(self, posts: Sequence[Post]) -> None:
         """Submit workers, several as one array."""
         if posts:
-            jobs = self.executor.map_array(ShardWorker(), [self.task(post) for post in posts])
+            jobs = map_array(self.executor, ShardWorker(), [self.task(post) for post in posts])
             for post, job in zip(posts, jobs, strict=True):
                 post.job = job
 
@@ -100,7 +98,7 @@ class FanOut:
         """Take shards over and restart workers until nothing is missing."""
         while missing := {shard.name for shard in missing_shards(self.ctx, self.shards)}:
             self.ctx.check_stop()
-            ended = [post for post in posts if missing.intersection(post.shards) and post.job.done()]
+            ended = [post for post in posts if missing.intersection(post.shards) and has_ended(post.job)]
             self.gather()
             for post in ended:
                 self.restart(post)
@@ -149,14 +147,3 @@ class FanOut:
             return
         self.ctx.publish(tmp, shard.name, validate=read_shard, rows=record.rows)
         self.progress.update()
-
-
-def failure(job: Any) -> str:
-    """Why a job ended, in a line: the error it raised, or the last words of one that was killed."""
-    error = job.exception()
-    if error is None:
-        return "it stopped early"
-    killed = isinstance(error, UncompletedJobError)
-    lines = [line.strip() for line in ((job.stderr() or "") if killed else str(error)).splitlines() if line.strip()]
-    last = lines[-1] if lines else type(error).__name__
-    return f"killed; its last words: {last}" if killed else last

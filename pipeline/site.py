@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 
 DEFAULT_GPU_CAP = 4
+RESERVED = "SPEC_WORKER_GPUS"  # set in the job of a stage that starts jobs: the GPUs that these may hold at one time
+COMMENT = "SPEC_WORKER_COMMENT"  # what marks those jobs as started by it
 
 
 def gpu_cap() -> int:

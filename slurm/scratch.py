@@ -23,6 +23,7 @@ from pipeline.partial import partial_folder
 from pipeline.stage import data_root
 
 DAY = 86400.0
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ def look(root: Path, archived: Path, days: float) -> Iterator[Run]:
         if not any((stage / ledger.NAME).is_file() for stage in folder.iterdir()):
             continue
         paths = [path for path in folder.rglob("*") if path.is_file()]
-        age = (time.time() - max(path.stat().st_mtime for path in paths)) / DAY
+        written = [path.stat().st_mtime for path in paths if path.suffix != LOCK]  # looking takes the locks
+        age = (time.time() - max(written)) / DAY
         reason = _at_work(folder) or _not_archived(folder, archived / folder.name)
         if reason is None and age < days:
             reason = f"touched in the last {days:g} days"
@@ -76,7 +78,7 @@ def look(root: Path, archived: Path, days: float) -> Iterator[Run]:
 
 def _at_work(folder: Path) -> str | None:
     with ExitStack() as stack:
-        for lock in sorted(folder.glob(".*.lock")):
+        for lock in sorted(folder.glob(f".*{LOCK}")):
             try:
                 stack.enter_context(files.lock(lock, "a stage is at work in it"))
             except files.BusyError as error:

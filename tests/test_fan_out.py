@@ -214,8 +214,18 @@ def test_slurm_workers_stay_within_the_gpu_cap(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("SPEC_GPU_CAP", "5")
     monkeypatch.setenv("SPEC_SLURM_PARTITION", "big")
     monkeypatch.delenv("SPEC_SLURM_ACCOUNT", raising=False)
+    with pytest.raises(ValueError, match=r"no job of slurm/submit.sh, which keeps workers within SPEC_GPU_CAP"):
+        slurm_parameters(config)
+    monkeypatch.setenv("SPEC_WORKER_GPUS", "4")
+    monkeypatch.setenv("SPEC_WORKER_COMMENT", "workers of 7")
     expected = {"time": 90, "nodes": 1, "ntasks_per_node": 1, "gpus_per_node": 2, "array_parallelism": 2}
-    assert slurm_parameters(config) == {**expected, "partition": "big"}
+    found = slurm_parameters(config)
+    assert found.items() >= {**expected, "partition": "big"}.items()
+    assert found["additional_parameters"] == {"comment": "workers of 7"}
+    monkeypatch.setenv("SPEC_GPU_CAP", "abc")
+    with pytest.raises(ValueError, match="SPEC_GPU_CAP: got 'abc', expected a whole number of at least 1"):
+        slurm_parameters(config)
+    monkeypatch.setenv("SPEC_GPU_CAP", "5")
     assert worker_environment(config, 3) == {}
     with pytest.raises(ValueError, match="got 8 GPUs a worker, expected at most SPEC_GPU_CAP=5"):
         slurm_parameters(load_config(CONFIG, [*slurm, "traces.tensor_parallel=8"]))

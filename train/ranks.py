@@ -70,7 +70,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self.started and int(os.environ.get("SPEC_NODES", "1")) > 1:
+        if not self.started and _number("SPEC_NODES", 1) > 1:
             self._start(layout())  # the other nodes wait to hear that there is nothing to do
         self.closing.set()
         if self.group is None:
