@@ -34,9 +34,10 @@ def tiny_config(
     hidden: int = 16,
     tied: bool = False,
     max_positions: int = 512,
+    head_dim: int = 8,
 ) -> PreTrainedConfig:
-    """A config of `family` with heads of size 8, two query heads per KV head, and eager attention. Raises
-    ValueError on an unknown family."""
+    """A config of `family` with two query heads per KV head, and eager attention. Raises ValueError on an unknown
+    family."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}, expected one of {', '.join(FAMILIES)}")
     shape = {
@@ -44,9 +45,9 @@ def tiny_config(
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 8,
-        "num_key_value_heads": hidden // 16,
-        "head_dim": 8,
+        "num_attention_heads": hidden // head_dim,
+        "num_key_value_heads": hidden // (2 * head_dim),
+        "head_dim": head_dim,
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
         "attn_implementation": "eager",
@@ -82,13 +83,16 @@ def tiny_model(
     logit_std: float = 1.5,
     tied: bool = False,
     max_positions: int = 512,
+    head_dim: int = 8,
 ) -> PreTrainedModel:
     """A random model in eval mode. The same arguments give the same weights.
 
     `logit_std` is the spread of the raw logits: 1.5 with 8 tokens gives a largest probability of about one
     half.
     """
-    config = tiny_config(family, vocab=vocab, layers=layers, hidden=hidden, tied=tied, max_positions=max_positions)
+    config = tiny_config(
+        family, vocab=vocab, layers=layers, hidden=hidden, tied=tied, max_positions=max_positions, head_dim=head_dim
+    )
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

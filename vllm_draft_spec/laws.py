@@ -1,9 +1,10 @@
 """The laws that drafts were drawn from, kept until the drafts are verified.
 
 vLLM keeps those of its latest drafting step only, and when one row of a batch is not among them it takes every row's
-draft for certain (q = 1), although they were drawn at random: the output no longer follows the target's law. A row is
-missing when it is a new one whose drafts are placeholders, or when its drafts are older, because it did not fit into
-the step in between.
+draft for certain (q = 1). The output's law does not mind: given any draft d, accepting it with probability p(d) and
+else drawing from p without d gives p. But acceptance falls in all rows, from sum min(p, q) to sum p q. A row is missing
+when it is a new one whose drafts are placeholders, or when its drafts are older, because it did not fit into the step
+in between.
 
 Shapes: B rows, k drafts, V vocabulary, N drafts in all.
 """

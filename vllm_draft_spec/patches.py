@@ -4,13 +4,16 @@ only where it shows; docs/vllm.md has the list with versions.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from vllm_draft_spec.laws import certain
 from vllm_draft_spec.versions import Anchor
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
@@ -68,12 +71,53 @@ def no_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return apply_top_k_only
 
 
+def placeholder_shows(sample: Callable[..., torch.Tensor]) -> bool:
+    """A draft of -1 must be rejected. On a CPU it was looked up before the row's start, and sometimes accepted."""
+    # The entry before the second row is the first row's last: all of its mass, so that -1 is always accepted.
+    logits = torch.tensor([[-30.0, 30.0], [30.0, -30.0]])
+    greedy_free = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(2), generators={})
+    drafts, ends = torch.tensor([1, -1], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    bonus = torch.zeros(2, 1, dtype=torch.int32)
+    return bool(sample(drafts, [1, 1], 1, ends, None, logits, bonus, greedy_free)[1, 0] < 0)
+
+
+def rejecting_placeholders(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def rejection_sample(
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_logits: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """With a law of all zeros at a placeholder: there nothing is accepted, and what follows is the target's."""
+        absent_N = draft_token_ids < 0
+        if draft_token_ids.device.type == "cpu" and bool(absent_N.any()):
+            if draft_probs is None:
+                draft_probs = certain(draft_token_ids, target_logits.shape[-1])
+            draft_probs = draft_probs.masked_fill(absent_N[:, None], 0.0)
+            draft_token_ids = draft_token_ids.clamp(min=0)
+        rest = (num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits)
+        return original(draft_token_ids, *rest, *args, **kwargs)
+
+    return rejection_sample
+
+
 FIXES = (
     Fix(
         what="per-request temperature, top-k and top-p do not reach the draft tokens on a CPU",
         anchor=Anchor(module=SAMPLER, name="expand_batch_to_tokens", parameters=("x", "cu_num_tokens", "num_tokens")),
         shows=expand_shows,
         fixed=expanding,
+    ),
+    Fix(
+        what="placeholders for drafts can be accepted on a CPU",
+        anchor=Anchor(module=SAMPLER, name="rejection_sample", parameters=("draft_token_ids", "draft_probs")),
+        shows=placeholder_shows,
+        fixed=rejecting_placeholders,
     ),
     Fix(
         what="top-k without top-p fails in a step without drafts",
@@ -83,16 +127,15 @@ FIXES = (
     ),
 )
 ANCHORS = tuple(fix.anchor for fix in FIXES)
+ORIGINALS: dict[str, Callable[..., Any]] = {}  # what vLLM had, by what was wrong with it
 
 
-def repair(device: torch.device) -> list[str]:
-    """Look for each fault and fix it where it shows; the fixes made now. For a process whose runner is on `device`:
-    vLLM's CPU kernels are in place only once its worker has started, and without them nothing can be run."""
-    made = []
+def repair(device: torch.device) -> None:
+    """Look for each fault and fix it where it shows. For a process whose runner is on `device`: vLLM's CPU kernels
+    are in place only once its worker has started, and without them nothing can be run."""
     for fix in FIXES if device.type == "cpu" else ():
         original = fix.anchor.value()
         if fix.shows(original):
             fix.anchor.replace(fix.fixed(original))
-            logger.warning("vLLM's fault fixed: %s", fix.what)
-            made.append(fix.what)
-    return made
+            ORIGINALS[fix.what] = original
+            logger.info("vLLM's fault fixed: %s", fix.what)

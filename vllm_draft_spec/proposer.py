@@ -73,7 +73,7 @@ class Proposer(DraftModelProposer):
         assert not args
         metadata, k = kwargs["common_attn_metadata"], num_speculative_tokens
         rejected_B = kwargs["num_rejected_tokens_gpu"]
-        if k == 0 and self._skips(metadata, rejected_B):
+        if k == 0 and self._skips(metadata):
             return self._skip(metadata, kwargs["target_token_ids"], kwargs["target_positions"])
         self.feed()
         self._near_limit = metadata.max_seq_len + k > self.max_model_len
@@ -93,9 +93,9 @@ class Proposer(DraftModelProposer):
             self.positions[:num_tokens].clamp_(max=self.max_model_len - 1)
         return num_tokens, indices, metadata
 
-    def _skips(self, metadata: Any, rejected_B: torch.Tensor | None) -> bool:
-        one_token_each = metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.batch_size()
-        return self.may_skip and rejected_B is None and one_token_each
+    def _skips(self, metadata: Any) -> bool:
+        """A row of one token has no drafts, so that nothing of it can have been rejected."""
+        return self.may_skip and metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.batch_size()
 
     def _skip(self, metadata: Any, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         batch = metadata.batch_size()

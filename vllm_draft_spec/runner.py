@@ -21,6 +21,9 @@ KEPT = Anchor(module=RUNNER, name="GPUModelRunner._get_spec_decode_draft_probs",
 ANCHORS = (EXECUTE, SAMPLE, PROPOSE, TAKE, KEPT, *patches.ANCHORS)
 
 
+ORIGINALS: dict[Anchor, Callable[..., Any]] = {}  # vLLM's own
+
+
 class Watch:
     """The plugin's state in one runner, as its attribute `specdec_watch`."""
 
@@ -104,4 +107,5 @@ WRAPPERS = ((EXECUTE, execute_model), (SAMPLE, sample_tokens), (PROPOSE, propose
 
 def install() -> None:
     for anchor, around in (*WRAPPERS, (KEPT, draft_laws)):
+        ORIGINALS[anchor] = anchor.value()
         anchor.wrap(around)
