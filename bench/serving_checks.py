@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.serving_methods import SERVED_NAME
-from bench.serving_metrics import Counters, consistent, drafter_loaded, memory, parse_counters
-from bench.serving_server import Server
+from bench.serving_metrics import Counters, consistent, drafter_loaded, has_plugin, memory, parse_counters
+from bench.serving_server import Server, last_lines
 from pipeline.config import Config
 from pipeline.config_bench_vllm import BASELINE, MethodConfig
 from pipeline.results import gate
@@ -31,7 +32,9 @@ CHECKPOINTS = (
 )
 LEAST_SPEEDUP = 0.98
 TEXT_S = 1800.0
-PLUGIN_SAYS = "vllm_draft_spec"
+ALL = 1_000_000
+SETTLE_S = 10.0
+PLUGIN_SAYS = "draft length by controller"
 
 
 def greedy_texts(server: Server, prompts: Sequence[Sequence[int]], tokens: int, logprobs: bool) -> list[dict[str, Any]]:
@@ -76,15 +79,28 @@ def observe(server: Server, prompts: Sequence[Sequence[int]], tokens: int, *, lo
     """One method's unit: its greedy texts, what the server counted while it wrote them, and what its log says."""
     before = parse_counters(server.get("/metrics"))
     texts = greedy_texts(server, prompts, tokens, logprobs)
-    counted = parse_counters(server.get("/metrics")).since(before)
+    after = settled(server)
+    counted = parse_counters(after).since(before)
     log = server.log.read_text(errors="replace")
     return {
         "texts": texts,
         "counters": dataclasses.asdict(counted),
         "drafter_loaded": drafter_loaded(log),
-        "plugin_lines": [line.strip() for line in log.splitlines() if PLUGIN_SAYS in line][:4],
+        "plugin": has_plugin(after),
+        "plugin_says": next((line for line in last_lines(server.log, count=ALL) if PLUGIN_SAYS in line), None),
         **memory(log),
     }
+
+
+def settled(server: Server) -> str:
+    """The text of /metrics when it has stopped changing: a server counts the end of a request after having told it."""
+    text, deadline = "", time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        before, text = text, server.get("/metrics")
+        if parse_counters(before) == parse_counters(text):
+            break
+        time.sleep(SETTLE_S / 20)
+    return text
 
 
 def compare(texts: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:
@@ -130,7 +146,7 @@ def checkpoints(
         yield from ((name, "fail", stopped) for name in CHECKPOINTS)
         return
     settings = method.speculative_config or {}
-    counted = Counters(**{**seen["counters"], "accepted_by_position": tuple(seen["counters"]["accepted_by_position"])})
+    counted = Counters(**seen["counters"])
     yield CHECKPOINTS[0], *_plugin(method, seen)
     needs_model = settings.get("method", "draft_model") in ("draft_model", "eagle", "eagle3", "mtp")
     loaded = seen["drafter_loaded"] or not needs_model
@@ -144,15 +160,16 @@ def checkpoints(
     told = f"{compared['texts_same']} of {compared['texts']} token for token; {compared['texts_tied']} part at a tie"
     yield CHECKPOINTS[4], _state(agree), told
     k = int(settings.get("num_speculative_tokens", 0))
-    sound, told = consistent(seen["counters"] | {"plain_steps": seen.get("plain_steps", 0)}, k)
+    sound, told = consistent(seen["counters"], k)
     yield CHECKPOINTS[5], _state(sound), told
 
 
 def _plugin(method: MethodConfig, seen: Mapping[str, Any]) -> tuple[str, str]:
     if method.plugin is None:
         return "not run", f"the method {method.name} is served without the plugin"
-    lines = seen["plugin_lines"]
-    return _state(bool(lines)), lines[0] if lines else f"no line of the server's log names {PLUGIN_SAYS}"
+    if not seen["plugin"]:
+        return "fail", "its figures are not on /metrics"
+    return "pass", seen["plugin_says"] or "by its figures on /metrics"
 
 
 def _pool(seen: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench.serving_checks import observe
+from bench.serving_checks import observe, settled
 from bench.serving_load import Client, Load, client_arguments, load_row
 from bench.serving_methods import server_command
 from bench.serving_metrics import parse_counters
@@ -144,7 +144,7 @@ class Grid:
         before = parse_counters(server.get("/metrics"))
         try:
             client.run(arguments)
-            counted = parse_counters(server.get("/metrics")).since(before)
+            counted = parse_counters(settled(server)).since(before)
             measured = json.loads(out.read_text(encoding="utf-8"))
             devices = self.bench.tensor_parallel if self.on_gpu else 1
             return {"row": load_row(self.config, load, rate, measured, counted, devices)}

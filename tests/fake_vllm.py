@@ -35,6 +35,8 @@ def metrics() -> str:
         "vllm:generation_tokens_total": COUNTS["generated"],
         "vllm:request_success_total": COUNTS["requests"],
     }
+    if os.environ.get("SPECDEC_PLUGIN") == "1":
+        values['vllm:specdec_steps_total{k="2"}'] = rounds
     return "".join(f"{name} {value}.0\n" for name, value in values.items())
 
 
