@@ -27,7 +27,7 @@ from pipeline.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMED_DRAFT = "$DRAFT:"
+NAMED_DRAFT, NAMED_MODEL = "$DRAFT:", "$MODEL:"
 LOW = -60.0
 LEAST_PRODUCT = 0.05  # of a state with v_D, whose mean is 1
 PROBE_ROWS, PROBE_TOKENS = 8, 256
@@ -36,8 +36,9 @@ WEIGHTS = "model.safetensors"
 
 
 def folder_of(name: str, config: Config) -> str:
-    """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $EAGLE or $EAGLE3 stands for, made first if need be; other texts as
-    they are. NAME is a draft of stage 03, or "stock", the one that its training starts from.
+    """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE or $EAGLE3 stands for, made first if need be;
+    other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training starts from; a
+    $MODEL's one of pipeline.models.
 
     ValueError where the draft is not there, or cannot be made into what vLLM loads.
     """
@@ -47,6 +48,8 @@ def folder_of(name: str, config: Config) -> str:
         "$EAGLE": lambda config: eagle_folder(config, "eagle"),
         "$EAGLE3": lambda config: eagle_folder(config, "eagle3"),
     }
+    if name.startswith(NAMED_MODEL):
+        return str(models.resolve(name.removeprefix(NAMED_MODEL)))
     if name.startswith(NAMED_DRAFT):
         from bench.draft_model import as_draft
 

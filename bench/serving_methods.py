@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.draft_model import draft_name
-from bench.serving_drafts import NAMED_DRAFT, folder_of
+from bench.serving_drafts import NAMED_DRAFT, NAMED_MODEL, folder_of
 from bench.serving_server import ServerCommand
 from pipeline import models
 from pipeline.config import Config
@@ -93,7 +93,7 @@ def _draft_name(config: Config, model: str | None) -> str | None:
         "$EAGLE": "fabricated (random weights)",
         "$EAGLE3": "fabricated (random weights)",
     }
-    return named.get(model, model.removeprefix(NAMED_DRAFT)) if model else None
+    return named.get(model, model.removeprefix(NAMED_DRAFT).removeprefix(NAMED_MODEL)) if model else None
 
 
 def _environment(method: MethodConfig, on_gpu: bool, folder: Path) -> dict[str, str]:

@@ -49,7 +49,7 @@ def load_changed(good: Path, old: str, new: str) -> None:
     load_config(good)
 
 
-@pytest.mark.parametrize("name", ["demo", "tiny", "qwen3_8b"])
+@pytest.mark.parametrize("name", ["demo", "tiny", "qwen3_8b", "vllm_methods"])
 def test_the_configs_in_the_repository_load(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     assert config.run == name
