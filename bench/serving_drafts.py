@@ -37,8 +37,8 @@ WEIGHTS = "model.safetensors"
 
 def folder_of(name: str, config: Config) -> str:
     """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE or $EAGLE3 stands for, made first if need be;
-    other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training starts from; a
-    $MODEL's one of pipeline.models.
+    other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training starts from;
+    a $MODEL's is one of pipeline.models.
 
     ValueError where the draft is not there, or cannot be made into what vLLM loads.
     """

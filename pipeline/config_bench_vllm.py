@@ -16,10 +16,9 @@ BASELINE = "none"
 class MethodConfig:
     """One way to serve the target, a row of the results.
 
-    `speculative_config` is vLLM's --speculative-config, passed on as it is but for texts that are one of $TARGET,
-    $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE and $EAGLE3 (bench/serving_drafts.py), which become folders. `plugin`: serve with our
-    plugin switched on and these settings of it ({}: its defaults). `env` and `arguments` go to `vllm serve` of this
-    method.
+    `speculative_config` is vLLM's --speculative-config, passed on as it is but for texts such as $DRAFT that stand for
+    folders (bench/serving_drafts.py lists them). `plugin`: serve with our plugin switched on and these settings of it
+    ({}: its defaults). `env` and `arguments` go to `vllm serve` of this method.
     """
 
     name: str = name()
