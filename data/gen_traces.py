@@ -10,8 +10,10 @@ often the run was interrupted.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.stage import Stage, StageContext, stage_main
@@ -71,18 +73,25 @@ def make_shard(ctx: StageContext, tracer: Any, shard: Shard) -> None:
 def wanted_shards(ctx: StageContext, shards: Sequence[Shard]) -> Sequence[Shard]:
     """The shards that belong to the result as far as is known: with a token budget, none behind the shard with which
     the tokens of those before it, all finished, reach it."""
-    from data.shards import read_notes
-
     budget, tokens = ctx.config.traces.token_budget, 0
     if budget is None:
         return shards
     for index, shard in enumerate(shards):
         if shard.name not in ctx.shards:
             return shards
-        tokens += read_notes(ctx.folder / shard.name).tokens
+        tokens += _tokens_of(ctx.folder / shard.name, ctx.shards[shard.name].sha256)
         if tokens >= budget:
             return shards[: index + 1]
     return shards
+
+
+@functools.cache
+def _tokens_of(path: Path, sha256: str) -> int:
+    """The completion tokens of a finished shard. Asked again after every further shard, read once: the same hash means
+    the same shard."""
+    from data.shards import read_notes
+
+    return read_notes(path).tokens
 
 
 def missing_shards(ctx: StageContext, shards: Sequence[Shard]) -> list[Shard]:

@@ -110,25 +110,32 @@ class Engine:
         return bool(self._queue or self._done or any(self._slots))
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Decode all requests (an iterator of any length is read as slots become free); completions in order."""
+        """Decode all requests (an iterator of any length is read as slots become free); completions in order.
+
+        What the iterator or a round raises ends those of these requests that are waiting or running.
+        """
         completions: dict[int, Completion] = {}
         source = iter(requests)
         tickets: list[int] = []
         waiting: set[int] = set()
         exhausted = False
-        while not exhausted or waiting:
-            while not exhausted and len(self._queue) < len(self._slots):
-                request = next(source, _END)
-                exhausted = request is _END
-                if not exhausted:
-                    tickets.append(self.submit(cast(Request, request)))
-                    waiting.add(tickets[-1])
-            done = self.step()
-            completions.update(done)
-            waiting.difference_update(ticket for ticket, _ in done)
-        ours = [completions.pop(ticket) for ticket in tickets]
-        self._done.extend(completions.items())  # of requests submitted before: still owed to `step`
-        return ours
+        try:
+            while not exhausted or waiting:
+                while not exhausted and len(self._queue) < len(self._slots):
+                    request = next(source, _END)
+                    exhausted = request is _END
+                    if not exhausted:
+                        tickets.append(self.submit(cast(Request, request)))
+                        waiting.add(tickets[-1])
+                done = self.step()
+                completions.update(done)
+                waiting.difference_update(ticket for ticket, _ in done)
+        finally:
+            for ticket in waiting:  # none, unless something was raised
+                self.cancel(ticket)
+            ours = set(tickets)  # those of requests submitted before are still owed to `step`
+            self._done = [done for done in (*completions.items(), *self._done) if done[0] not in ours]
+        return [completions[ticket] for ticket in tickets]
 
     def submit(self, request: Request) -> int:
         """Queue a request; its ticket comes back with its completion from `step`."""

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -445,6 +445,29 @@ def test_generate_leaves_other_requests_to_step(target: PreTrainedModel) -> None
     done = dict(engine.step())
     assert done[first].token_ids == greedy_reference(target, prompt(3), 4)
     assert not engine.has_work
+
+
+def test_a_source_that_fails_ends_its_own_requests_alone(target: PreTrainedModel) -> None:
+    """They would run on unseen in the next call, and take its places."""
+    engine = Engine(target, None, num_slots=3, capacity=64)
+    first = engine.submit(Request(prompt_ids=prompt(3), params=SamplingParams(max_tokens=9)))
+
+    def failing() -> Iterator[Request]:
+        yield Request(prompt_ids=prompt(5), params=SamplingParams(max_tokens=1))
+        yield Request(prompt_ids=prompt(6), params=SamplingParams(max_tokens=40))
+        yield Request(prompt_ids=prompt(7), params=SamplingParams(max_tokens=40))
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        engine.generate(failing())
+    done: dict[int, Completion] = {}
+    for _ in range(12):
+        done.update(engine.step())
+    assert list(done) == [first]
+    assert done[first].token_ids == greedy_reference(target, prompt(3), 9)
+    assert not engine.has_work
+    (own,) = engine.generate([Request(prompt_ids=prompt(5), params=SamplingParams(max_tokens=6))])
+    assert own.token_ids == greedy_reference(target, prompt(5), 6)
 
 
 def test_cancel_returns_what_there_is_and_frees_the_slot(target: PreTrainedModel, draft: PreTrainedModel) -> None:

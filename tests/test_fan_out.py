@@ -20,6 +20,7 @@ from data import fan_out, worker
 from data.exchange import Exchange, ShardRecord
 from data.executors import make_executor, slurm_parameters, visible_gpus, worker_environment
 from data.gen_traces import STAGE, body
+from data.shards import read_notes
 from data.worker import DriverGoneError, ShardWorker, Task, check_driver
 from pipeline import manifest
 from pipeline.config import load_config
@@ -137,6 +138,20 @@ def test_a_budget_cuts_at_the_same_shard_whoever_makes_them(
     done = json.loads((shared / "done.json").read_text())
     assert (done["rows"], done["summary"]["tokens"], len(done["files"])) == (3, 18, 3)
     assert contents(run("run=much", "traces.token_budget=1000", "workers.count=2")) == whole
+
+
+def test_a_shard_is_read_once_for_the_budget(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading all finished shards' metadata after each further one grows with the square of their number."""
+    reads: list[str] = []
+
+    def counted(path: Path) -> Any:
+        reads.append(path.name)
+        return read_notes(path)
+
+    monkeypatch.setattr("data.shards.read_notes", counted)
+    run("run=count", "traces.token_budget=1000")
+    assert len(set(reads)) == 6
+    assert max(map(reads.count, reads)) == 2  # for the budget, and for the summary
 
 
 def test_a_budget_is_the_same_after_an_interruption(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

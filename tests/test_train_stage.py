@@ -273,7 +273,8 @@ def test_stage_measures_its_drafts_beside_the_start(root: Path) -> None:
     assert [row["in_domain"] for row in result["rows"]] == [1] * 3 + [0] * 6
     for row in result["rows"]:
         assert len(row["alpha_by_position_t1"]) == len(row["tokens_by_k_t1"]) == 3
-        assert row["tokens_trained"] == 0 if row["loss"] == "stock" else row["tokens_trained"] > 0
+        is_stock = row["loss"] == "stock"
+        assert (row["tokens_trained"] == 0, row["minutes"] == 0) == (is_stock, is_stock)
     assert result["gates"]["G3"]["state"] in ("pass", "fail")
     assert result["gates"]["G3"]["value"] is not None
     before = (folder / "result.json").stat().st_mtime_ns

@@ -13,7 +13,7 @@ import torch
 from toy_corpus import make_corpus, random_corpus, student, target
 
 from pipeline.config_train import LossTerm, RecipeConfig
-from train.metrics import read_metrics
+from train.metrics import read_metrics, training_spent
 from train.order import Order, share
 from train.schedule import rate
 from train.trainer import LossError, Outcome, Trainer, train_student
@@ -190,3 +190,10 @@ def test_schedules() -> None:
 def test_metrics_of_a_torn_file_are_read(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(json.dumps({"step": 0}) + '\n{"st', encoding="utf-8")
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0}]
+
+
+def test_what_a_draft_cost_is_summed_over_its_rounds(tmp_path: Path) -> None:
+    for name, seconds in (("round-0-metrics.jsonl", 30.0), ("metrics.jsonl", 15.0)):
+        rows = [{"step": step, "tokens": 10, "seconds": seconds} for step in range(2)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert training_spent(tmp_path) == {"tokens_trained": 40, "minutes": 1.5}

@@ -43,6 +43,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def training_spent(folder: Path) -> dict[str, float]:
+    """What went into a draft, over all its rounds, from its folder's metrics: completion tokens, and minutes of steps
+    (work that an interruption made necessary again counts once)."""
+    rows = [row for path in sorted(folder.glob(f"*{METRICS}")) for row in read_metrics(path)]
+    return {
+        "tokens_trained": sum(row["tokens"] for row in rows),
+        "minutes": round(sum(row["seconds"] for row in rows) / 60, 4),
+    }
+
+
 def plot_metrics(runs: Mapping[str, Path], png: Path) -> None:
     """Loss and acceptance by step, a line a draft: `runs` names each draft's metrics.jsonl."""
     import matplotlib

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STAGE = Stage(
     name="03_train_draft",
-    version=2,
+    version=3,
     sections=("models.target", "models.dtype", "train", "bench_draft"),
     inputs=("02_filter",),
     free_bytes=1 << 30,
@@ -91,14 +91,14 @@ class Training:
         from pipeline.results import read_result, write_result
         from train.evaluate import g3_gate, line
         from train.evaluation import evaluate
-        from train.metrics import METRICS, read_metrics
+        from train.metrics import training_spent
 
         ctx, folders = self.ctx, {draft.name: self.ctx.folder / draft.name for draft in self.config.train.drafts}
-        tokens = {name: sum(row["tokens"] for row in read_metrics(path / METRICS)) for name, path in folders.items()}
+        spent = {name: training_spent(folder) for name, folder in folders.items()}
         found = evaluate(
             self.config, self.start, folders, ctx.input("02_filter"), self.tokenizer, check_stop=ctx.check_stop
         )
-        rows = [row | {"tokens_trained": tokens.get(row["loss"], 0)} for row in found]
+        rows = [row | spent.get(row["loss"], {"tokens_trained": 0, "minutes": 0.0}) for row in found]
         gates = {"G3": g3_gate(rows)}
         started = str(ctx.shards.header["started"])
         write_result(ctx.tmp(RESULT), stage=ctx.stage, run=ctx.config.run, rows=rows, gates=gates, started=started)

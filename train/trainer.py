@@ -210,7 +210,7 @@ class Trainer:
         """`read` counts the tokens of the forward pass, prompts too. MFU counts 6 operations a weight and token,
         attention and recomputation left out."""
         per_second = read / seconds
-        speed: dict[str, Any] = {"tokens_per_s": per_second}
+        speed: dict[str, Any] = {"tokens_per_s": per_second, "seconds": seconds}
         if self.accelerator.device.type == "cuda":
             speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             peak = peak_flops()
