@@ -8,7 +8,7 @@ import pandas as pd
 
 from bench.profile_tables import cost_table, group_table
 from bench.recommend import MEMORY
-from bench.report_blocks import WHERE, Section, Table, frame_of, grouped, median_or_none, table_of_frame
+from bench.report_blocks import Section, Table, grouped, median_or_none, table_of_frame
 from bench.report_data import Row, RunData, is_number, load_of, method_of
 from bench.report_plots import Figure, stacked_bars
 
@@ -48,11 +48,22 @@ def time_split(run: RunData) -> Section:
 def memory(run: RunData) -> Section:
     """What methods cost in memory: as measured, and the weights of trained drafts."""
     rows = [row for row in run.rows if any(row.get(name) is not None for name in MEMORY) and row.get("engine")]
+    records = [
+        {
+            "engine": row["engine"],
+            "method": method_of(row).label,
+            "load": "any" if row["engine"] == "vllm" else load_of(row).label,  # a server's pool is made at its start
+            "prompts": row.get("prompt_set"),
+            "prompt tokens": row.get("prompt_tokens"),
+            **{title: row.get(name) for name, title in MEMORY.items()},
+        }
+        for row in rows
+    ]
     weights = [{"draft": draft, "weights, MB": size / 1e6} for draft, size in draft_bytes(run).items()]
     blocks: list[Figure | Table] = []
     if rows:
-        frame = frame_of(rows, [*WHERE, *MEMORY]).drop_duplicates()
-        blocks.append(table_of_frame("memory", "Memory by method", frame.rename(columns=MEMORY)))
+        frame = pd.DataFrame(records).dropna(axis="columns", how="all").drop_duplicates()
+        blocks.append(table_of_frame("memory", "Memory by method", frame))
     if weights:
         blocks.append(
             table_of_frame("draft_weights", "Weights of the drafts that stage 03 trained", pd.DataFrame(weights))
@@ -81,7 +92,7 @@ def profile(run: RunData) -> Section:
     rows = [row for row in found["rows"] if "group" in row]
     blocks: list[Figure | Table] = [table_of_frame("profile_costs", "What steps cost", cost_table(found))]
     if rows:
-        times = [{"phase": f"batch {row['batch']}, context {row['context']}: {row['phase']}", **row} for row in rows]
+        times = [row | {"phase": f"batch {row['batch']}, context {row['context']}: {row['phase']}"} for row in rows]
         names = list(dict.fromkeys(row["phase"] for row in times))
         groups = list(dict.fromkeys(row["group"] for row in rows))
         table = pd.DataFrame(times).pivot_table(index="phase", columns="group", values="group_ms").loc[names, groups]

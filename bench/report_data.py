@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from pipeline.results import read_result
 
 STATES = ("fail", "not run", "pass")  # the worst first: what several results say of one gate
-ENGINES = {"specdec": "specdec engine", "vllm": "vLLM"}
+ENGINES = {"specdec": "the specdec engine", "vllm": "vLLM"}
 ALL_GATES = {
     "G1": "sampled output follows the target's own law",
     "G2": "greedy output is token for token that of plain decoding",

@@ -25,10 +25,12 @@ from bench.report_blocks import (
 )
 from bench.report_data import ENGINES, Load, Row, RunData, load_of, method_of, speeds, with_panels
 from bench.report_plots import Figure, Line, line_panels
+from bench.serving_tables import method_table, serving_table
 from specdec.simulate_costs import cost_models
 
 RUN_BENCH = "Run scripts/04_bench_engine.sh."
 MOST_PANELS, MOST_LINES = 6, 8
+SERVING_STAGE = "05_bench_vllm"
 
 
 def which_method_when(run: RunData, advice: Recommendation) -> Section:
@@ -63,7 +65,7 @@ def _method_table(engine: str, choices: Sequence[Choice]) -> Table:
     ]
     return Table(
         name=f"method_by_load_{engine}",
-        title=f"{ENGINES.get(engine, engine)}: speed over plain decoding, mean over prompts and temperatures",
+        title=f"Speed over plain decoding in {ENGINES.get(engine, engine)}, mean over prompts and temperatures",
         columns=["method", *(load.label for load in taken)],
         rows=rows,
         frame=pd.DataFrame(records),
@@ -131,7 +133,17 @@ def latency_throughput(run: RunData) -> Section:
         note=f"{source} Up and to the left is better; a line joins the loads of a method.",
         share_y=False,
     )
-    return Section(id="pareto", title="Latency and throughput", blocks=[figure])
+    return Section(id="pareto", title="Latency and throughput", blocks=[figure, *_serving_tables(run)])
+
+
+def _serving_tables(run: RunData) -> Iterator[Table]:
+    """Stage 05's own tables: every method under every load, and what each method is."""
+    for result in run.results.values():
+        rows = [row for row in result["rows"] if "gate" not in row]
+        if result["stage"] == SERVING_STAGE and rows:
+            note = f"Good requests: {rows[0]['slo']}. The price is an assumption: ${rows[0]['usd_per_hour']:g} an hour."
+            yield table_of_frame("serving", "vLLM under load", serving_table(rows), note=note)
+            yield table_of_frame("serving_methods", "vLLM's methods", method_table(rows))
 
 
 def acceptance(run: RunData) -> Section:
