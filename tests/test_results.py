@@ -2,6 +2,7 @@
 demanded."""
 
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from bench import gates, report, training_report
 from bench.tables import gate_table, to_text
-from pipeline import results
+from pipeline import manifest, results
 from pipeline.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
 from pipeline.tables import to_markdown
 
@@ -189,3 +190,18 @@ def test_a_copy_without_history_takes_its_revision_from_the_environment(
 ) -> None:
     monkeypatch.setenv("SPEC_GIT_REVISION", "abc123")
     assert results.git_revision() == "abc123"
+
+
+def test_a_result_in_the_checkout_does_not_make_it_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench that writes its file after every set would call itself dirty from the second on."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    monkeypatch.setattr(manifest, "CHECKOUT", tmp_path)
+    monkeypatch.delenv("SPEC_GIT_REVISION", raising=False)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "new.json").write_text("{}")
+    (tmp_path / "RESULTS_ENGINE.md").write_text("")
+    assert len(results.git_revision()) == 40
+    (tmp_path / "code.py").write_text("")
+    assert results.git_revision().endswith("-dirty")
