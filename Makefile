@@ -35,7 +35,7 @@ local: $(STAMP)  ## run every stage of CONFIG on this machine, one after the oth
 	@scripts/run_pipeline.sh --config $(CONFIG)
 
 status: $(STAMP)  ## jobs of every run (CONFIG=FILE: of one): state, why one failed, how to go on
-	@slurm/jobs.sh status $(ONE_RUN)
+	@slurm/jobs.sh status $(ONE_RUN) || [ $$? -eq 1 ]
 
 logs: $(STAMP)  ## the end of a stage's log: make logs STAGE=03 [CONFIG=FILE]
 	@slurm/jobs.sh log $(STAGE) $(ONE_RUN)

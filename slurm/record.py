@@ -16,7 +16,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """One job. `after` must succeed before it starts, `behind` only end (they hold its GPUs); `slots` are its own."""
+    """One job. `after` must succeed before it starts, `behind` only end (they hold its GPUs); `gpus` are its own and
+    its workers', `slots` those of the cap, where the submitter holds it."""
 
     stage: str
     job: int
@@ -25,6 +26,7 @@ class Submitted:
     config: str
     after: tuple[int, ...]
     behind: tuple[int, ...]
+    gpus: int
     slots: tuple[int, ...]
     submitted: str
 

@@ -86,7 +86,7 @@ def _forgotten_state(entry: Submitted) -> str:
 def _row(entry: Submitted, job: Job) -> tuple[str, ...]:
     waits = f" ({job.reason})" if job.state == "PENDING" and job.reason not in ("None", "") else ""
     restarts = len(re.findall(r"^\[\w+\] job \d+ on ", _text(entry), re.MULTILINE)) - 1
-    cells = (entry.stage, str(entry.job), job.state.lower() + waits, str(len(entry.slots)), job.nodes, job.elapsed)
+    cells = (entry.stage, str(entry.job), job.state.lower() + waits, str(entry.gpus), job.nodes, job.elapsed)
     return (*cells, str(max(0, restarts)))
 
 

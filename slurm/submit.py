@@ -190,6 +190,7 @@ def submit_one(request: Request, script: Script, chain: Sequence[int], jobs: Seq
         config=str(request.config_path),
         after=after,
         behind=behind,
+        gpus=script.asked.all_gpus,
         slots=place.slots,
         submitted=manifest.now(),
     )

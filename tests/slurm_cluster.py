@@ -117,10 +117,8 @@ class Cluster:
         ports = free_ports()
         names = {"controller": ports[0], "node1": ports[1], "node2": ports[2], "gpus": GPUS_PER_NODE}
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, user="root", **names))
-        devices = []
         for number in range(GPUS_PER_NODE):
-            devices.append(folder / "dev" / f"gpu{number}")
-            os.mknod(devices[-1], 0o600 | 0o020000, os.makedev(1, 3))
+            (folder / "dev" / f"gpu{number}").touch()  # slurmd only asks that there is a file
         lines = [f"NodeName=node{n} Name=gpu File={folder}/dev/gpu[0-{GPUS_PER_NODE - 1}]\n" for n in (1, 2)]
         (folder / "gres.conf").write_text("".join(lines))
         self._munge()

@@ -19,7 +19,7 @@ from slurm_cluster import Cluster
 from pipeline.config_slurm import JOB_STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_SECONDS = 300
+WAIT_SECONDS = 900
 ENV_SH = """\
 export SPEC_DATA_ROOT="${{SPEC_DATA_ROOT:-{root}/nodes/${{SLURMD_NODENAME:-login}}}}"
 export SPEC_ARCHIVE_ROOT="${{SPEC_ARCHIVE_ROOT:-{root}/archive}}"
@@ -88,7 +88,7 @@ class Site:
         """A command in the checkout, with `extra` environment variables."""
         return subprocess.run(
             command, cwd=self.checkout, env=self.environment(**extra), capture_output=True, text=True, check=False,
-            timeout=WAIT_SECONDS,
+            timeout=300,
         )  # fmt: skip
 
     def submit(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
