@@ -40,7 +40,11 @@ def times(k: int, *, draft_s: float = 0.0, verify_s: float = 10.0, batch: int = 
 
 
 def step(*rows: tuple[int, int], next_k: int = 0, names: str = "ab", **more: Any) -> Step:
-    return Step(names=frozenset(names), rows=rows, next_k=next_k, **{"prompt_tokens": 0, "prefill": 0, **more})
+    facts = {"prompt_tokens": 0, "prefill": 0, **more}
+    lengths = {drafted for drafted, _ in rows}
+    alone = len(lengths) == 1 and not facts["prompt_tokens"]
+    facts.setdefault("plain_k", lengths.pop() if alone else None)
+    return Step(names=frozenset(names), rows=rows, next_k=next_k, **facts)
 
 
 def pilot_of(controller: Any, **options: Any) -> tuple[Pilot, list[float]]:
@@ -120,6 +124,7 @@ def test_a_step_without_drafts_takes_all_its_time_at_k_0() -> None:
         (step((3, 1), next_k=3, names="a"), False),
         (step((3, 1), (2, 1), next_k=3), False),  # a drafter that found less
         (step((2, 1), (2, 1), next_k=3), False),
+        (step((3, 1), (3, 1), next_k=3, plain_k=None), False),  # a request that is new
     ],
 )
 def test_only_rounds_alone_must_have_times(second: Step, timed: bool) -> None:
@@ -170,6 +175,15 @@ def test_a_row_without_a_draft_counts_against_the_length() -> None:
     last = controller.rounds[1]
     assert (last.reached, last.accepted, last.lacking) == ((1, 1), (1, 1, 0), (1, 0, 1))
     assert last.wanted == (2, 1, 1)
+
+
+def test_requests_of_two_steps_need_no_times() -> None:
+    """Each is new in its first step, of which the worker cannot time the drafts; the second is its last."""
+    pilot, _ = pilot_of(Adaptive(4))
+    for _ in range(200):
+        pilot.observe(step(prefill=1, prompt_tokens=5, names="a", next_k=pilot.choose(1)))
+        pilot.observe(step((pilot.k, 0), names="a", next_k=pilot.choose(1)))
+        pilot.rest()
 
 
 def run(pilot: Pilot, now: list[float], steps: int, **more: Any) -> None:

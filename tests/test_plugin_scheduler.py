@@ -126,6 +126,14 @@ def test_a_worker_without_a_clock_is_an_error(config: Any) -> None:
         engine.speed(ROWS, TOKENS)
 
 
+@BOTH
+def test_requests_too_short_to_be_timed_do_not_stop_the_engine(config: Any, ahead: bool) -> None:
+    engine = engine_of(config, 0.8, ahead)
+    for number in range(150):
+        engine.add(f"r{number}", tokens=2)
+        engine.drain()
+
+
 def test_a_drafter_that_takes_no_length_is_cut(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """custom_class and the like always draft their most; the scheduler keeps the first k."""
     monkeypatch.setattr("vllm_draft_spec.scheduler.IS_CUT", ("draft_model",))

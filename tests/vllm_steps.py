@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import tiny
+from vllm_draft_spec.timing import plain_k
 
 PROMPT_TOKENS, BLOCK = 8, 16
 
@@ -33,7 +34,7 @@ class Worker:
     decoded: int = 0
     coins: Any = field(default_factory=lambda: np.random.default_rng(0).random(1 << 16))
     places: dict[str, int] = field(default_factory=dict)  # of each row's next token among the coins
-    drafted: Any = None  # (rows, k) of the last step
+    drafted: Any = None  # (rows, k) of the last step, if it can begin a timed round
 
     def run(self, output: Any, in_prompt: Callable[[str], bool]) -> Any:
         """The step's output; takes its time."""
@@ -45,8 +46,9 @@ class Worker:
         k = output.num_spec_tokens_to_schedule
         self.now += verify_s + k * self.draft_s + self.between_s
         made = SimpleNamespace(req_ids=names, sampled_token_ids=sampled)
-        made.times = self._round(output, names, verify_s)
-        self.drafted = (frozenset(names), k)
+        k_now = plain_k(output)
+        made.times = self._round(names, k_now, verify_s)
+        self.drafted = (frozenset(names), k) if k_now is not None else None
         return made
 
     def _tokens(self, name: str, drafts: int) -> list[int]:
@@ -57,13 +59,10 @@ class Worker:
         self.places[name] = place + accepted + 1
         return [7] * (accepted + 1)
 
-    def _round(self, output: Any, names: list[str], verify_s: float) -> Any:
-        lengths = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
-        if self.drafted is None or self.drafted[0] != frozenset(names) or lengths != {self.drafted[1]}:
+    def _round(self, names: list[str], k: int | None, verify_s: float) -> Any:
+        """The round that this step ends, where the plugin's worker would have timed it."""
+        if k is None or self.drafted != (frozenset(names), k):
             return None
-        if output.total_num_scheduled_tokens != len(names) * (1 + self.drafted[1]):
-            return None
-        k = self.drafted[1]
         return SimpleNamespace(draft_s=k * self.draft_s, verify_s=verify_s, batch=len(names), k=k, caught_up=0)
 
 

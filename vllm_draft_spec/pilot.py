@@ -119,7 +119,7 @@ class Pilot:
     def _observe_round(self, step: Step, counts: Tally, period_s: float) -> None:
         previous, k = self._previous, step.k
         asked = previous.next_k if previous is not None else k
-        expected = previous is not None and step.is_round(k) and previous.names == step.names and asked == k
+        expected = step.ends_round_of(previous)
         if expected and step.next_k == k and step.times is not None and not step.times.caught_up:
             self._observe_between(step, period_s)
         times = step.times if step.times is not None and self._fits(step, k) else None

@@ -14,6 +14,7 @@ from vllm_draft_spec.metrics import with_report
 from vllm_draft_spec.pilot import Pilot
 from vllm_draft_spec.settings import SECTION, read_settings
 from vllm_draft_spec.tally import Step
+from vllm_draft_spec.timing import plain_k
 from vllm_draft_spec.versions import Anchor
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
@@ -149,6 +150,7 @@ class AdaptiveLength(STOCK):
             prompt_tokens=prompt_tokens,
             rows=tuple(rows),
             prefill=prefill,
+            plain_k=plain_k(scheduler_output),
             next_k=next_k,
             times=getattr(model_runner_output, "specdec_times", None),
         )

@@ -20,13 +20,15 @@ from typing import Any
 class Step:
     """One step of vLLM when its output is there. names: the requests in it; prompt_tokens: tokens in it that were no
     decoding; rows: (drafts verified, drafts accepted) of each row that decoded, zeros for a plain one; prefill: rows
-    that gave their first token. next_k: the drafts each row was to get in it, for the step after. times: the newest
-    round that the worker has timed (timing.StepTimes), None when there is none."""
+    that gave their first token. plain_k: the drafts of each row, where the worker could time the step (timing.plain_k).
+    next_k: the drafts each row was to get in it, for the step after. times: the newest round that the worker has timed
+    (timing.StepTimes), None when there is none."""
 
     names: frozenset[str]
     prompt_tokens: int
     rows: tuple[tuple[int, int], ...]
     prefill: int
+    plain_k: int | None
     next_k: int
     times: Any = None
 
@@ -40,9 +42,11 @@ class Step:
         """The most drafts that a row verified."""
         return max((drafted for drafted, _ in self.kinds), default=0)
 
-    def is_round(self, k: int) -> bool:
-        """Whether every row verified k drafts and the step did nothing else."""
-        return not self.prompt_tokens and all(drafted == k for drafted, _ in self.kinds)
+    def ends_round_of(self, previous: Step | None) -> bool:
+        """Whether the worker times a round that begins with the drafting of `previous` and ends with this step."""
+        if previous is None or previous.plain_k is None or self.plain_k is None:
+            return False
+        return previous.names == self.names and previous.next_k == self.plain_k
 
 
 @dataclass
