@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.draft_model import load_draft
+from bench.draft_model import as_draft, load_draft
 from data import filter as filter_stage
 from data import gen_traces
 from data.filtered import iter_rows
@@ -122,6 +122,10 @@ def test_engine_decodes_with_a_trained_draft_named_in_the_config(done: Path) -> 
     by_path = dataclasses.replace(named, trained=None, model=str(done / "sft_kd"))
     elsewhere = dataclasses.replace(config, models=dataclasses.replace(config.models, draft=by_path))
     assert isinstance(load_draft(elsewhere, target, "cpu"), ModelDrafter)
+    by_name = {name: load_draft(as_draft(config, name), target, "cpu") for name in ("stock", "sft")}
+    assert isinstance(by_name["sft"], ModelDrafter)
+    assert by_name["stock"].config.num_hidden_layers == 2
+    assert by_name["stock"].get_output_embeddings().weight.shape[0] == target.config.vocab_size
     unknown = dataclasses.replace(named, trained="x")
     with pytest.raises(ValueError, match=r"expected one of train\.drafts: sft, sft_kd"):
         dataclasses.replace(config, models=dataclasses.replace(config.models, draft=unknown))
