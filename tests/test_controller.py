@@ -386,6 +386,12 @@ def test_rounds_that_did_other_work_are_no_silence() -> None:
     for _ in range(200):
         assert controller.choose(2) == 4
         controller.observe(busy)
+    for _ in range(3):
+        controller.observe(replace(busy, timed=True, draft_s=2.0, verify_s=5.0, total_s=8.0))
+    assert controller.choose(2) == 0, "a plain round is to be timed"
+    controller.observe(busy)
+    assert controller.choose(2) == 4, "which is not possible now"
+    controller.observe(busy)
     with pytest.raises(ValueError, match="without the times"):
         for _ in range(70):
             controller.choose(2)
