@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from specdec.controller import Adaptive, FixedK, Geometric
+from vllm_draft_spec.config import check
 from vllm_draft_spec.settings import Settings, read_settings
 
 
@@ -52,3 +55,16 @@ def test_each_controller_gets_its_own_settings() -> None:
 def test_mistakes_are_named(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_settings({"specdec": given}, 6)
+
+
+def test_a_mistake_is_told_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the method: the lengths of vLLM's own proposers are chosen too."""
+    own = SimpleNamespace(method="eagle", num_speculative_tokens=3)
+    with pytest.raises(
+        ValueError, match=r"specdec\.k_max is 4; expected a whole number from 1 to num_speculative_tokens"
+    ):
+        check(SimpleNamespace(speculative_config=own, additional_config={"specdec": {"k_max": 4}}))
+    check(SimpleNamespace(speculative_config=own, additional_config={}))
+    assert "that of eagle stays vLLM's" in caplog.text
+    check(SimpleNamespace(speculative_config=None, additional_config={"specdec": {"k_max": 4}}))
+    assert "nothing to do without a speculative config" in caplog.text

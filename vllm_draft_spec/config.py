@@ -9,6 +9,7 @@ import logging
 import os
 from typing import Any
 
+from vllm_draft_spec.settings import read_settings
 from vllm_draft_spec.versions import Anchor
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
@@ -39,9 +40,15 @@ def with_laws(given: dict[str, Any], config: Any) -> None:
 def check(vllm_config: Any) -> None:
     """ValueError for a configuration that the plugin cannot make work; a line in the log for one it leaves alone."""
     speculative = vllm_config.speculative_config
+    if speculative is None:
+        logger.warning("vllm_draft_spec has nothing to do without a speculative config")
+        return
+    # The scheduler reads them in the engine's process, when the model is loaded: a mistake should be told before.
+    read_settings(vllm_config.additional_config, speculative.num_speculative_tokens)
     if not served(speculative):
-        method = speculative.method if speculative is not None else "none"
-        logger.warning("vllm_draft_spec has a proposer for method %s only; that of %s stays vLLM's", METHOD, method)
+        logger.warning(
+            "vllm_draft_spec has a proposer for method %s only; that of %s stays vLLM's", METHOD, speculative.method
+        )
         return
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
