@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_draft_spec.drafting import drop_beyond, in_target_vocabulary, sample_draft, without_dropped
-from vllm_draft_spec.laws import Laws, certain
+from vllm_draft_spec.laws import Laws, certain, without_drafts
 from vllm_draft_spec.pending import Pending
 from vllm_draft_spec.timing import StepClock, plain_k
 
@@ -99,6 +99,18 @@ def test_certain_drafts_and_finished_requests_leave_no_law() -> None:
     laws.keep(["a", "b"], torch.rand(2, 2, 5), {"a", "b"})
     laws.keep(["a"], None, {"a"})
     assert laws.of(["a", "b"], [2, 2], torch.tensor([1, 2, 3, 4])) is None
+
+
+def test_a_preempted_request_leaves_its_law() -> None:
+    """It may come back with placeholders, for which its old law is wrong; and it would keep the law of a whole step."""
+    laws = Laws()
+    laws.keep(["a", "b", "new"], torch.rand(3, 2, 5), {"a", "b", "new"})
+    arrival = SimpleNamespace(req_id="new")
+    laws.forget(without_drafts(SimpleNamespace(preempted_req_ids={"a"}, scheduled_new_reqs=[arrival])))
+    got = laws.of(["a", "b", "new"], [2, 2, 2], torch.tensor([-1, -1, 3, 4, -1, -1]))
+    assert got is not None
+    assert got[[0, 1, 4, 5]].sum() == 0
+    assert without_drafts(SimpleNamespace(preempted_req_ids=None, scheduled_new_reqs=[])) == []
 
 
 def step(tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, new: tuple[str, ...] = ()) -> object:

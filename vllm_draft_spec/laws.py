@@ -11,7 +11,8 @@ Shapes: B rows, k drafts, V vocabulary, N drafts in all.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,11 @@ class Laws:
         self._rows = {name: place for name, place in self._rows.items() if name in living and name not in redrafted}
         if laws_BkV is not None:
             self._rows |= {name: (laws_BkV, b) for b, name in enumerate(names)}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drafts of these will not be verified: whatever comes under these names has no law, and the memory is free."""
+        for name in names:
+            self._rows.pop(name, None)
 
     def of(self, names: Sequence[str], lengths: Sequence[int], drafts_N: torch.Tensor) -> torch.Tensor | None:
         """[N, V] for the drafts of `names`, `lengths` each; None where all of them are certain.
@@ -50,6 +56,12 @@ class Laws:
             parts.append(part)
             start += length
         return torch.cat(parts)
+
+
+def without_drafts(scheduler_output: Any) -> list[str]:
+    """Requests whose drafts, if they had any, are thrown away: preempted ones, and new ones, which may have the name of
+    one that ended."""
+    return [*(scheduler_output.preempted_req_ids or ()), *(new.req_id for new in scheduler_output.scheduled_new_reqs)]
 
 
 def certain(drafts_N: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_draft_spec import patches
 from vllm_draft_spec.drafting import without_dropped
-from vllm_draft_spec.laws import Laws
+from vllm_draft_spec.laws import Laws, without_drafts
 from vllm_draft_spec.proposer import RUNNER, Proposer
 from vllm_draft_spec.timing import StepClock
 from vllm_draft_spec.versions import Anchor
@@ -50,6 +50,7 @@ def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any
     watch = Watch.of(self)
     if watch is not None and self.execute_model_state is None:
         watch.k = 0
+        watch.laws.forget(without_drafts(scheduler_output))
         watch.clock.begin(scheduler_output)
         if watch.drafter is not None:
             watch.drafter.before_step(scheduler_output)
