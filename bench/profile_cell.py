@@ -116,7 +116,7 @@ def profile_cell(
         groups += group_rows(name, traced(run, models, trace), median(seconds[name]), device)
         if device.type == "cuda":
             graphs |= graph_values(engine, name, run, shape)
-    summary = summary_of(seconds, shape, models, copy_speed) | graphs
+    summary = summary_of(seconds, shape, models, copy_speed) | graphs | graph_ratio(graphs, shape.k)
     where = {"batch": shape.batch, "context": shape.context, "k": shape.k, "temperature": shape.temperature}
     return [where | row for row in (summary, *groups)]
 
@@ -196,6 +196,13 @@ def graph_values(engine: Engine, name: str, run: Callable[[], Any], shape: Shape
     eager = 1e3 * median(_seconds(run, device, shape.repeats))
     graph = 1e3 * median(_seconds(captured(engine, run), device, shape.repeats))
     return {f"{stem}_eager_ms": eager, f"{stem}_graph_ms": graph, f"{stem}_launch_ms": eager - graph}
+
+
+def graph_ratio(graphs: Mapping[str, Any], k: int) -> dict[str, float]:
+    """c as it is when nothing waits for launches; nothing where there are no graphs."""
+    if "draft_graph_ms" not in graphs:
+        return {}
+    return {"cost_ratio_graph": graphs["draft_graph_ms"] / k / graphs["target_step_graph_ms"]}
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:

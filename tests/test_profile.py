@@ -28,7 +28,7 @@ from bench.kernel_groups import (
     group_of,
     shares,
 )
-from bench.profile_cell import Shape, group_rows, prepared_engine, summary_of
+from bench.profile_cell import Shape, graph_ratio, group_rows, prepared_engine, summary_of
 from bench.profile_cell import profile_cell as measure
 from bench.profile_engine import RESULT, ROWS, STAGE, Profiler, body
 from bench.profile_tables import cost_table, group_table
@@ -260,6 +260,11 @@ def test_a_trained_draft_is_an_input() -> None:
     assert STAGE.inputs is inputs
 
 
+def test_cost_ratio_of_graphs() -> None:
+    assert graph_ratio({"graphs": "not run"}, 4) == {}
+    assert graph_ratio({"draft_graph_ms": 2.0, "target_step_graph_ms": 5.0}, 4) == {"cost_ratio_graph": 0.1}
+
+
 def test_tables_show_graphs_where_they_were_captured() -> None:
     row = {"batch": 1, "context": 8, "k": 2, "draft_step_ms": 1.0, "round_launch_ms": 2.5}
     table = cost_table({"rows": [row]})
@@ -273,6 +278,7 @@ def test_graphs_and_kernels_on_a_gpu(pair: tuple[Any, Any], tmp_path: Path) -> N
     summary, *groups = measure(target, draft, SHAPE, copy_speed=1.0, traces=tmp_path)
     assert summary["graphs"] == "captured"
     assert summary["round_graph_ms"] < summary["round_eager_ms"]
+    assert summary["cost_ratio_graph"] > 0
     by_group = {row["group"]: row["group_ms"] for row in groups if row["phase"] == "verify"}
     assert by_group[PROJECTIONS] > 0
     assert by_group[OTHER] < 0.05 * sum(by_group.values())
