@@ -66,7 +66,7 @@ def _queued(fields: Sequence[str]) -> Job:
     return Job(number=int(number), state=state, name=name, reason=reason, nodes=nodes, elapsed=elapsed, comment=shown)
 
 
-def jobs(numbers: Iterable[int]) -> dict[int, Job]:
+def jobs(numbers: Sequence[int]) -> dict[int, Job]:
     """What is known about these jobs: from the controller while it remembers them, else from sacct where the site has
     accounting. A job that neither knows is left out."""
     found = {number: job for number in numbers if (job := _shown(number)) is not None}

@@ -11,6 +11,11 @@ GIVEN = "SPEC_GIVEN"
 OWN = ("SPEC_CHECKOUT", GIVEN)  # set by the scripts themselves
 
 
+def checkout() -> Path:
+    """The folder that all jobs run in: the one whose script was started, which may be made of links, else this one."""
+    return Path(os.environ.get("SPEC_CHECKOUT") or Path(__file__).resolve().parent.parent)
+
+
 def given_facts(checkout: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The SPEC_ variables that the submitting shell had set to something else than env.sh does; jobs must get them.
 

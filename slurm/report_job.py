@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pipeline.context import say
 from pipeline.stage import data_root
 from pipeline.stages import REPORT
 from slurm import plan
+from slurm.facts import checkout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(REPORT, str(error))
         return 2
-    script = Path(os.environ["SPEC_CHECKOUT"]) / "scripts" / "run_pipeline.sh"
+    script = checkout() / "scripts" / "run_pipeline.sh"
     code = subprocess.run([script, "--config", arguments.config, "--from", REPORT], check=False).returncode
     hand_over(config, root, here, made_from if code == 0 else None)
     return code

@@ -9,7 +9,7 @@ from pipeline.config_slurm import StageJob
 from pipeline.site import SlurmSite, gpu_cap
 from pipeline.stages import REPORT
 
-TRACES, TRAINING = "01_gen_traces", "03_train_draft"
+TRACES, TRAINING, SERVING = "01_gen_traces", "03_train_draft", "05_bench_vllm"
 WITHOUT_GPU = ("02_filter", REPORT)
 
 
@@ -71,8 +71,12 @@ def fans_out(config: Config, stage: str) -> bool:
 def _default_gpus(config: Config, stage: str) -> int:
     if stage in WITHOUT_GPU or fans_out(config, stage) or not config.slurm.gpus:
         return 0
-    engines = max(1, config.workers.count) * config.traces.tensor_parallel
-    return max(config.slurm.gpus, engines) if stage == TRACES else config.slurm.gpus
+    needed = 1
+    if stage == TRACES:
+        needed = max(1, config.workers.count) * config.traces.tensor_parallel
+    elif stage == SERVING and config.bench_vllm is not None:
+        needed = config.bench_vllm.tensor_parallel
+    return max(config.slurm.gpus, needed)
 
 
 def _worker_gpus(config: Config, stage: str) -> int:

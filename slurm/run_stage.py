@@ -29,6 +29,7 @@ from pipeline.context import say
 from pipeline.stage import EXIT_STOPPED
 from pipeline.stages import CHECK, REPORT
 from slurm import cap, client, plan
+from slurm.facts import checkout
 from slurm.progress import progress
 from slurm.resources import TRAINING, fans_out, resources
 
@@ -120,7 +121,7 @@ def stage_command(stage: str, config: str, force: bool) -> list[str]:
 
 
 def _script(stage: str) -> str:
-    return str(Path(os.environ["SPEC_CHECKOUT"]) / "scripts" / f"{stage}.sh")
+    return str(checkout() / "scripts" / f"{stage}.sh")
 
 
 class SignalledRun:

@@ -19,6 +19,7 @@ from pipeline.config import load_config
 from pipeline.stages import stage_name
 from slurm import client, record
 from slurm.client import Job
+from slurm.facts import checkout
 from slurm.record import Submitted
 
 LOG_LINES, LAST_LINES = 60, 8
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cancel", action="store_true", help="cancel the run's jobs")
     parser.add_argument("--log", metavar="STAGE", help="show the end of a stage's last log")
     arguments = parser.parse_args(argv)
-    logs = Path(os.environ["SPEC_CHECKOUT"]) / "logs"
+    logs = checkout() / "logs"
     try:
         runs = [load_config(arguments.config).run] if arguments.config else recorded_runs(logs)
         entries = {run: record.read(logs / run) for run in runs}

@@ -19,7 +19,7 @@ from pipeline import manifest, site
 from pipeline.config import Config, load_config
 from slurm import cap, client, plan, record
 from slurm.client import Job
-from slurm.facts import given_facts
+from slurm.facts import checkout, given_facts
 from slurm.record import Submitted
 from slurm.render import Script, render
 from slurm.resources import resources
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = Request(
             config=load_config(arguments.config),
             config_path=Path(arguments.config).absolute(),
-            checkout=Path(os.environ["SPEC_CHECKOUT"]),
+            checkout=checkout(),
             stages=plan.wanted(arguments.stages, arguments.first),
             after=arguments.after,
             force=arguments.force,

@@ -143,6 +143,7 @@ def test_every_stage_has_its_script() -> None:
         ((), "02_filter", 0, 0),
         ((), "04_bench_engine", 1, 0),
         (("slurm.gpus=0",), "04_bench_engine", 0, 0),
+        (("bench_vllm.tensor_parallel=2",), "05_bench_vllm", 2, 0),
         (("workers.count=3",), "01_gen_traces", 3, 0),
         (("workers.count=3", "workers.executor=slurm"), "01_gen_traces", 0, 3),
         (("workers.count=9", "workers.executor=slurm"), "01_gen_traces", 0, 4),
