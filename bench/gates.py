@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.tables import gate_table, to_text
 from pipeline.config import load_config
-from pipeline.results import read_result
+from pipeline.results import read_result, stage_files
 from pipeline.stage import data_root
 
 REQUIRED = {"04_bench_engine": ("G1", "G2")}
@@ -47,7 +47,7 @@ def result_paths(config_path: str | None, given: Sequence[str]) -> list[Path]:
         paths = [Path(path) for path in given]
     else:
         folder = data_root() / load_config(config_path).run
-        paths = sorted(folder.glob("*/result.json"))
+        paths = stage_files(folder, "result.json")
     if not paths:
         raise ValueError("no result files: name some, or run scripts/04_bench_engine.sh --config FILE first")
     return paths

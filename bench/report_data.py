@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.results import read_result
+from pipeline.results import read_result, stage_files
 
 STATES = ("fail", "not run", "pass")  # the worst first: what several results say of one gate
 ENGINES = {"specdec": "the specdec engine", "vllm": "vLLM"}
@@ -107,7 +107,7 @@ class Load:
 
 def read_run(folder: Path) -> RunData:
     """A run's folder. ValueError when it holds no result, or one that is not of the schema."""
-    paths = sorted(folder.glob("*/result.json"))
+    paths = stage_files(folder, "result.json")
     if not paths:
         raise ValueError(f"{folder}: no stage has a result.json there; expected a run's folder under SPEC_DATA_ROOT")
     report = folder / "02_filter" / "report.json"
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> RunData:
         name=folder.resolve().name,
         results={f"{path.parent.name}/{path.name}": clean(read_result(path)) for path in paths},
         curves={path.parent.name: clean(list(_json_lines(path))) for path in metrics},
-        done=[clean(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*/done.json"))],
+        done=[clean(json.loads(path.read_text(encoding="utf-8"))) for path in stage_files(folder, "done.json")],
         filter_report=clean(json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None,
     )
 

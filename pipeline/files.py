@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TMP_PREFIX = ".tmp-"
+ASIDE = ".old-"  # in the name of a folder that was moved aside
 BLOCK_BYTES = 4 << 20
 
 
@@ -73,7 +74,7 @@ def move_aside(folder: Path) -> Path:
     """Rename a folder to `<name>.old-<time>` beside itself, and return that. Nothing is deleted."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        aside = folder.with_name(f"{folder.name}.old-{stamp}{suffix}")
+        aside = folder.with_name(f"{folder.name}{ASIDE}{stamp}{suffix}")
         if not aside.exists():
             os.replace(folder, aside)
             fsync_path(folder.parent)

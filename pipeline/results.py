@@ -84,6 +84,11 @@ def read_result(path: Path | str) -> dict[str, Any]:
     return result
 
 
+def stage_files(run: Path, name: str) -> list[Path]:
+    """The file of that name of each stage of a run's folder, in the stages' order, without those moved aside."""
+    return [path for path in sorted(run.glob(f"*/{name}")) if files.ASIDE not in path.parent.name]
+
+
 def check_result(result: Any, where: str) -> None:
     """ValueError unless `result` follows the schema above; `where` names it in the message."""
     if not isinstance(result, dict):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import gates, report, training_report
+from bench import gates, report, serving_report, training_report
+from bench.report_data import read_run
 from bench.tables import gate_table, to_text
 from pipeline import manifest, results
+from pipeline.files import ASIDE
 from pipeline.results import SCHEMA, command_line, gate, read_result, to_frame, write_result
 from pipeline.tables import to_markdown
 
@@ -165,18 +167,34 @@ def test_report_shows_the_evidence_of_a_gate(tmp_path: Path) -> None:
     assert "| t1 | 0.0123 | True |" in text
 
 
+def test_what_force_moved_aside_is_no_part_of_a_run(data_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An old result beside the new one: its gates were judged, and its speeds mixed into the pages."""
+    run = data_root / "tiny"
+    for stage, state in (("04_bench_engine", "pass"), (f"04_bench_engine{ASIDE}20260101-000000", "fail")):
+        (run / stage).mkdir(parents=True)
+        write(run / stage / "result.json", gates={"G1": PASSED | {"state": state}, "G2": PASSED})
+    config = str(ROOT / "configs" / "tiny.yaml")
+    assert gates.main(["--config", config]) == 0
+    assert (
+        report.page_main(["--config", config], render=lambda results: " ".join(results), out_name="x.md", prog="x") == 0
+    )
+    assert (run / "x.md").read_text() == "04_bench_engine/result.json"
+    assert list(read_run(run).results) == ["04_bench_engine/result.json"]
+
+
 def test_report_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([]) == 2
     assert "--results" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", [report, training_report])
+@pytest.mark.parametrize("page", [report, training_report, serving_report])
 def test_committed_report_is_what_the_committed_results_give(page: ModuleType) -> None:
     """A page of results was never edited by hand, and no result was replaced without it."""
-    found, paths = ROOT / page.OUT, sorted((ROOT / "results").glob("*.json"))
-    assert found.exists() == bool(paths)
-    if paths:
-        assert found.read_text() == page.render({f"results/{path.name}": read_result(path) for path in paths})
+    found = ROOT / page.OUT
+    committed = {f"results/{path.name}": read_result(path) for path in sorted((ROOT / "results").glob("*.json"))}
+    assert found.exists() == any(result["stage"] in page.STAGES for result in committed.values())
+    if found.exists():
+        assert found.read_text() == page.render(committed)
 
 
 def test_tables_align_and_escape() -> None:
