@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -114,7 +115,9 @@ def client_arguments(
 def load_row(
     config: Config, load: Load, rate: float | None, measured: Mapping[str, Any], counted: Counters, devices: int
 ) -> dict[str, Any]:
-    """Row fields of one load: `measured` is vllm bench serve's result, `counted` what the server counted meanwhile.
+    """Row fields of one load that has just ended: `measured` is vllm bench serve's result, `counted` what the server
+    counted meanwhile. load_average is the machine's over the last minute: more than the server's own, and others took
+    part of its time.
 
     ValueError when requests failed: their times are no measurement.
     """
@@ -132,6 +135,7 @@ def load_row(
         "output_tokens": measured["total_output_tokens"],
         "input_tokens": measured["total_input_tokens"],
         "seconds": measured["duration"],
+        "load_average": os.getloadavg()[0],
         **_times(measured),
         **acceptance(counted),
         "rounds": counted.rounds,

@@ -58,6 +58,7 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         yield f"- Target: {first['target']} in {first['dtype']}, temperature {number(first['temperature'])}, "
         yield f"  {first['prompt_set']}, at most {first['max_tokens']} new tokens; GPUs a server: {_gpus(first)}"
         yield f"- Good requests: {first['slo']}. Price, an assumption: ${number(first['usd_per_hour'])} an hour"
+        yield from _busy(rows, result["device"]["count"])
         yield f"\n{to_markdown(serving_table(rows))}\n"
         yield f"{to_markdown(method_table(rows))}\n"
         yield f"<details><summary>Chunk gaps</summary>\n\n{to_markdown(_gaps(rows))}\n\n</details>\n"
@@ -67,6 +68,13 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     points = evidence_table(result, "G6")
     if len(points):
         yield f"Bring-up checkpoints:\n\n{to_markdown(points)}\n"
+
+
+def _busy(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
+    """On a CPU: what else the machine did."""
+    loads = [row["load_average"] for row in rows if row.get("load_average") is not None and not row["on_gpu"]]
+    if loads:
+        yield f"- Load average of the machine during the loads: {min(loads):.1f} to {max(loads):.1f} ({count} cores)"
 
 
 def _gpus(row: Mapping[str, Any]) -> str:
