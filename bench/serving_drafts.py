@@ -36,9 +36,9 @@ WEIGHTS = "model.safetensors"
 
 
 def folder_of(name: str, config: Config) -> str:
-    """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE or $EAGLE3 stands for, made first if need be;
-    other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training starts from;
-    a $MODEL's is one of pipeline.models.
+    """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE or $EAGLE3 stands for, absolute, made first
+    if need be; other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training
+    starts from; a $MODEL's is one of pipeline.models.
 
     ValueError where the draft is not there, or cannot be made into what vLLM loads.
     """
@@ -49,12 +49,12 @@ def folder_of(name: str, config: Config) -> str:
         "$EAGLE3": lambda config: eagle_folder(config, "eagle3"),
     }
     if name.startswith(NAMED_MODEL):
-        return str(models.resolve(name.removeprefix(NAMED_MODEL)))
+        return str(models.resolve(name.removeprefix(NAMED_MODEL)).resolve())
     if name.startswith(NAMED_DRAFT):
         from bench.draft_model import as_draft
 
-        return str(draft_folder(as_draft(config, name.removeprefix(NAMED_DRAFT))))
-    return str(makers[name](config)) if name in makers else name
+        return str(draft_folder(as_draft(config, name.removeprefix(NAMED_DRAFT))).resolve())
+    return str(makers[name](config).resolve()) if name in makers else name
 
 
 def draft_folder(config: Config) -> Path:

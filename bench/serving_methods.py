@@ -12,7 +12,6 @@ from typing import Any
 from bench.draft_model import draft_name
 from bench.serving_drafts import NAMED_DRAFT, NAMED_MODEL, folder_of
 from bench.serving_server import ServerCommand
-from pipeline import models
 from pipeline.config import Config
 from pipeline.config_bench_vllm import BASELINE, MethodConfig
 
@@ -33,7 +32,7 @@ def server_command(config: Config, method: MethodConfig, *, on_gpu: bool, folder
     bench = config.bench_vllm
     assert bench is not None
     arguments = [
-        str(models.resolve(config.models.target)),
+        folder_of("$TARGET", config),
         *("--served-model-name", SERVED_NAME, "--dtype", config.models.dtype, "--seed", str(bench.seed)),
         *("--max-model-len", str(bench.max_model_len), "--no-enable-prefix-caching"),
         *("--tensor-parallel-size", str(bench.tensor_parallel)),
@@ -111,7 +110,7 @@ def _environment(method: MethodConfig, on_gpu: bool, folder: Path) -> dict[str, 
 def _record_of_checkout(folder: Path) -> Path:
     """A folder that makes this checkout's entry points known, as installing it would: vLLM finds plugins by them."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    record = folder / "plugin" / "specdec-0.dist-info"
+    record = folder.resolve() / "plugin" / "specdec-0.dist-info"
     record.mkdir(parents=True, exist_ok=True)
     lines = []
     for group, entries in project.get("entry-points", {}).items():

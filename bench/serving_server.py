@@ -98,16 +98,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_group(command: Sequence[str], log: Path, env: Mapping[str, str], **pipes: int) -> subprocess.Popen[bytes]:
+def start_group(
+    command: Sequence[str], log: Path, env: Mapping[str, str], *, stdout: int | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
     """A process that leads a group of its own and logs to a file; its standard input is a pipe that only we hold."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:
         return subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
-            stdout=pipes.get("stdout", stream),
+            stdout=stream if stdout is None else stdout,
             stderr=stream,
             env={**os.environ, **env},
+            cwd=cwd,
             start_new_session=True,
         )
 
@@ -147,7 +150,8 @@ def last_error(log: Path) -> str:
 def _start(command: ServerCommand, port: int, log: Path) -> subprocess.Popen[bytes]:
     log.unlink(missing_ok=True)
     arguments = [*command.arguments, "--host", HOST, "--port", str(port)]
-    return start_group([sys.executable, *PROGRAM, *arguments], log, command.env)
+    # in the folder of its log: what a method writes to a relative path does not land in the user's folder
+    return start_group([sys.executable, *PROGRAM, *arguments], log, command.env, cwd=log.parent)
 
 
 def _wait_until_ready(server: Server, minutes: float, check_stop: Callable[[], None]) -> None:
