@@ -127,6 +127,17 @@ def test_a_worker_without_a_clock_is_an_error(config: Any) -> None:
 
 
 @BOTH
+def test_a_prompt_of_one_token_is_a_prompt(config: Any, ahead: bool) -> None:
+    engine = engine_of(config, 0.8, ahead, log_interval_s=0)
+    for name in "abc":
+        engine.add(name, tokens=4, prompt=1)
+    engine.drain()
+    counts = engine.scheduler._pilot._unlogged
+    assert counts.prefill == 3
+    assert counts.generated == counts.accepted + counts.drafting + counts.plain + 3
+
+
+@BOTH
 def test_requests_too_short_to_be_timed_do_not_stop_the_engine(config: Any, ahead: bool) -> None:
     engine = engine_of(config, 0.8, ahead)
     for number in range(150):

@@ -137,7 +137,9 @@ class AdaptiveLength(STOCK):
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             request, drafted = self.requests.get(name), len(drafts.get(name, ()))
             sampled = tokens_by_row[places[name]] if tokens_by_row else ()
-            is_prompt = tokens > 1 + drafted or not sampled
+            # A prompt may have one token in this step: the rest is cached, or was read before.
+            is_first = request is not None and request.num_output_tokens == 0
+            is_prompt = tokens > 1 + drafted or not sampled or is_first
             prompt_tokens += tokens if is_prompt else 0
             if request is None or request.is_finished() or not sampled:
                 continue
