@@ -19,6 +19,7 @@ from pipeline.tables import to_markdown
 
 STAGES = ("05_bench_vllm", "05_smoke")
 OUT = "RESULTS_SERVING.md"
+BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
 # Serving results
 
@@ -55,8 +56,11 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     rows = [row for row in result["rows"] if "gate" not in row]
     if rows:
         first = rows[0]
-        yield f"- Target: {first['target']} in {first['dtype']}, temperature {number(first['temperature'])}, "
-        yield f"  {first['prompt_set']}, at most {first['max_tokens']} new tokens; GPUs a server: {_gpus(first)}"
+        yield f"- Target: {first['target']} in {first['dtype']}; GPUs a server: {_gpus(first)}"
+        yield (
+            f"- Requests: {first['prompt_set']}, temperature {number(first['temperature'])}, at most "
+            f"{first['max_tokens']} new tokens"
+        )
         yield f"- Good requests: {first['slo']}. Price, an assumption: ${number(first['usd_per_hour'])} an hour"
         yield from _busy(rows, result["device"]["count"])
         yield f"\n{to_markdown(serving_table(rows))}\n"
@@ -74,7 +78,9 @@ def _busy(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
     """On a CPU: what else the machine did."""
     loads = [row["load_average"] for row in rows if row.get("load_average") is not None and not row["on_gpu"]]
     if loads:
-        yield f"- Load average of the machine during the loads: {min(loads):.1f} to {max(loads):.1f} ({count} cores)"
+        yield f"- Load average of the machine during the loads: {min(loads):.1f} to {max(loads):.1f} on {count} cores"
+    if loads and max(loads) > BUSY * count:
+        yield "- Other processes took most of its time: texts, acceptance and memory hold, speeds and times do not"
 
 
 def _gpus(row: Mapping[str, Any]) -> str:
