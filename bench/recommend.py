@@ -246,7 +246,9 @@ def _headline(verdict: str, choices: Sequence[Choice], unproven: Sequence[str]) 
     if len(engines) > 1:
         parts = [f"in {ENGINES.get(e, e)}, {part}" for e, part in zip(engines, parts, strict=True)]
     text = ". ".join(f"{part[0].upper()}{part[1:]}" for part in parts) + "."
-    return f"{_listing(unproven)} not proven, so not yet: {text}" if verdict == "unproven" else text
+    if verdict == "unproven":
+        return f"{_listing(unproven)} not proven, so not yet: {text[0].lower()}{text[1:]}"
+    return text
 
 
 def _use(choices: Sequence[Choice]) -> str:

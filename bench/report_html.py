@@ -16,7 +16,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from bench import report_costs, report_evidence, report_sections
-from bench.recommend import Recommendation, recommend
+from bench.recommend import MEMORY, Recommendation, recommend
 from bench.report_blocks import Section
 from bench.report_data import RunData
 from bench.report_plots import Figure
@@ -115,6 +115,7 @@ def _facts(run: RunData) -> dict[str, list[str]]:
             if row.get("draft"):
                 found["Draft"][str(row["draft"])] = None
     weights = [f"{draft} {size / 1e6:.0f} MB" for draft, size in report_costs.draft_bytes(run).items()]
-    return {name: list(values) for name, values in found.items() if values} | {
-        "Memory": [f"weights of the trained draft {text}" for text in weights] or ["see Memory cost, below"]
-    }
+    found["Weights of trained drafts"] = dict.fromkeys(weights)
+    if not weights and not any(row.get(name) for row in run.rows for name in MEMORY):
+        found["Memory"] = {"not measured in this run": None}
+    return {name: list(values) for name, values in found.items() if values}

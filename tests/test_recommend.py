@@ -93,7 +93,7 @@ def test_a_server_row_is_held_against_the_server_without_speculation() -> None:
     assert [(choice.load.label, choice.best.speedup) for choice in found.choices] == [("4 at once", 1.6)]
     assert (
         found.headline
-        == "vLLM's greedy texts not proven, so not yet: Use n-gram, k = 2: 1.60x with 4 requests at once."
+        == "vLLM's greedy texts not proven, so not yet: use n-gram, k = 2: 1.60x with 4 requests at once."
     )
 
 
