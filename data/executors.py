@@ -54,13 +54,20 @@ def map_array(executor: Any, function: Any, tasks: Sequence[Any]) -> list[Any]:
 
 
 def has_ended(job: Any) -> bool:
-    """Whether a worker's job is over. Without accounting only the queue tells of one that was killed."""
-    return bool(job.done()) or (isinstance(job, submitit.SlurmJob) and job.job_id not in _queued_ids())
+    """Whether a worker's job is over. Under Slurm the queue says so: sites without accounting have no sacct to ask."""
+    if isinstance(job, submitit.SlurmJob):
+        return job.paths.result_pickle.exists() or job.job_id not in _queued_ids()
+    return bool(job.done())
+
+
+def is_in_queue(job: Any) -> bool:
+    """Whether a worker may hold its GPUs, or get them without being asked for again: also while it is ending."""
+    return job.job_id in _queued_ids() if isinstance(job, submitit.SlurmJob) else not job.done()
 
 
 def failure(job: Any) -> str:
     """Why a job that has ended did so, in a line: the error it raised, or the last words of one that was killed."""
-    killed = isinstance(job, submitit.SlurmJob) and not job.done()
+    killed = isinstance(job, submitit.SlurmJob) and not job.paths.result_pickle.exists()
     error = None if killed else job.exception()
     if error is None and not killed:
         return "it stopped early"
@@ -98,7 +105,6 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
             "workers.executor: slurm, but this is no job of slurm/submit.sh, which keeps workers within SPEC_GPU_CAP; "
             "submit the stage: slurm/submit.sh 01_gen_traces --config FILE"
         )
-    at_once = min(cap, site.whole_number(RESERVED, cap)) // each if each else config.workers.count
     licenses = f"{where.license}:{each}" if where.cap_by == "license" and each else None
     names = {"account": where.account, "partition": where.partition, "qos": where.qos, "constraint": where.constraint}
     additional = {"licenses": licenses, "comment": os.environ.get(COMMENT)}
@@ -107,11 +113,20 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "nodes": 1,
         "ntasks_per_node": 1,
         "cpus_per_task": config.slurm.cpus,
-        "array_parallelism": max(1, min(config.workers.count, at_once)),
+        "array_parallelism": most_at_once(config),
         "setup": WORKER_SETUP,
         "additional_parameters": _given(additional),
         **_given({"gpus_per_node": each or None, "mem": _memory(config), **names}),
     }
+
+
+def most_at_once(config: Config) -> int:
+    """How many workers may run at one time: on one machine all, under Slurm as many as their GPUs are put aside for."""
+    workers, each = config.workers, config.traces.tensor_parallel if config.slurm.gpus else 0
+    if workers.executor == "local" or not each:
+        return workers.count
+    cap = site.gpu_cap()
+    return max(1, min(workers.count, min(cap, site.whole_number(RESERVED, cap)) // each))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from data.exchange import Exchange
-from data.executors import failure, has_ended, make_executor, map_array, worker_environment
+from data.executors import (
+    failure,
+    has_ended,
+    is_in_queue,
+    make_executor,
+    map_array,
+    most_at_once,
+    worker_environment,
+)
 from data.gen_traces import missing_shards, wanted_shards
 from data.items import Shard
 from data.shards import read_notes, read_shard
@@ -101,8 +109,13 @@ class FanOut:
             ended = [post for post in posts if missing.intersection(post.shards) and has_ended(post.job)]
             self.gather()
             for post in ended:
-                self.restart(post)
+                if self.has_room(posts):
+                    self.restart(post)
             time.sleep(POLL_SECONDS[self.workers.executor])
+
+    def has_room(self, posts: Sequence[Post]) -> bool:
+        """Whether one more worker may run: the array's limit does not count a worker that is started again."""
+        return sum(is_in_queue(post.job) for post in posts) < most_at_once(self.ctx.config)
 
     def restart(self, post: Post) -> None:
         """Start a worker that has ended again if it still owes shards; ValueError when it has failed too often."""
