@@ -101,13 +101,13 @@ def _environment(method: MethodConfig, on_gpu: bool, folder: Path) -> dict[str, 
         env |= {name: os.environ.get(name, value) for name, value in CPU_SETTINGS.items()}
     if method.plugin is not None:
         env[SWITCH] = "1"
-        env["PYTHONPATH"] = f"{_record_of_checkout(folder)}{os.pathsep}{CHECKOUT}"
+        env["PYTHONPATH"] = f"{record_of_checkout(folder)}{os.pathsep}{CHECKOUT}"
     if "PYTHONPATH" in os.environ:
         env["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     return env | {name: str(value) for name, value in (method.env or {}).items()}
 
 
-def _record_of_checkout(folder: Path) -> Path:
+def record_of_checkout(folder: Path) -> Path:
     """A folder that makes this checkout's entry points known, as installing it would: vLLM finds plugins by them."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     record = folder.resolve() / "plugin" / "specdec-0.dist-info"
