@@ -139,7 +139,7 @@ def eagle_folder(config: Config, method: str) -> Path:
     """A fabricated head for the target: method "eagle" (one state of the target and a token's embedding, joined) or
     "eagle3" (three states joined, then attention over the embedding beside them)."""
     target = models.resolve(config.models.target)
-    name = files.sha256_json([models.revision(config.models.target), method, 1])[:12]
+    name = files.sha256_json([models.revision(config.models.target), method, 2])[:12]
     return local_models.make_once(f"{method}-random-{name}", lambda tmp: _make_eagle(target, method, tmp))
 
 
@@ -167,9 +167,18 @@ def _make_eagle(target: Path, method: str, tmp: Path) -> None:
     )
     if method == "eagle3":
         head.draft_vocab_size = shape.vocab_size
+        head.eagle_aux_hidden_state_layer_ids = aux_layers(shape.num_hidden_layers)
     head.save_pretrained(tmp)
     save_file(_eagle_weights(head, method, dtype), tmp / WEIGHTS, metadata={"format": "pt"})
     _copy_tokenizer(target, tmp)
+
+
+def aux_layers(layers: int) -> list[int]:
+    """The target's layers whose outputs an EAGLE-3 head reads: an early, a middle and a late one, all different, which
+    vLLM's own choice is not for a target of a few layers."""
+    if layers < AUX_STATES:
+        raise ValueError(f"$EAGLE3: the target has {layers} layers, expected at least {AUX_STATES}")
+    return [2, layers // 2, layers - 3] if layers >= 8 else [layers - 3, layers - 2, layers - 1]
 
 
 def _eagle_weights(head: Any, method: str, dtype: Any) -> dict[str, Tensor]:

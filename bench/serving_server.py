@@ -20,6 +20,7 @@ HOST = "127.0.0.1"
 POLL_S = 0.2
 STOP_S = 20.0
 LAST_LINES = 12
+EPITAPHS = ("See root cause above", "EngineDeadError", "EngineCore encountered an issue")
 PORT_TAKEN = "address already in use"
 PORT_ATTEMPTS = 3
 PROGRAM = ("-m", "bench.vllm_cli", "serve")  # tests put a stand-in here
@@ -62,10 +63,11 @@ class Server:
         return body.decode()
 
     def error(self, otherwise: str) -> ServerError:
-        """What the log says went wrong; `otherwise` while the process is alive."""
-        if self.process.poll() is None:
-            return ServerError(otherwise, last_lines(self.log))
-        return _death(self.process, self.log)
+        """What went wrong: `otherwise`, and the last exception in the log, if any; how the process ended, if it did."""
+        if self.process.poll() is not None:
+            return _death(self.process, self.log)
+        cause = last_error(self.log)
+        return ServerError(f"{otherwise}: {cause}" if _ERROR.match(cause) else otherwise, last_lines(self.log))
 
 
 @contextlib.contextmanager
@@ -139,11 +141,10 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
 def last_error(log: Path) -> str:
     """The last line that names an exception, and what follows it in brackets or after a colon; else the last line.
 
-    vLLM's own last words ("Engine core initialization failed. See root cause above.") come after the cause, so the
-    first exception of the last process that failed is looked for among those that are not these.
+    What vLLM's other processes say when one has failed (EPITAPHS) comes after the cause and does not count.
     """
     lines = last_lines(log, count=100_000)
-    errors = [line for line in lines if _ERROR.match(line) and "See root cause above" not in line]
+    errors = [line for line in lines if _ERROR.match(line) and not any(words in line for words in EPITAPHS)]
     return (errors or lines or ["no output"])[-1]
 
 

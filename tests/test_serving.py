@@ -55,6 +55,7 @@ LOG_OF_DEATH = """\
 (EngineCore pid=4301) ERROR 11-30 02:37:40 [core.py:133] ValueError: MLP speculators need a checkpoint
 (APIServer pid=4100) Traceback (most recent call last):
 (APIServer pid=4100) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(APIServer pid=4100) ERROR 11-30 03:44:54 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore ...
 """
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.repeat_proposer import RepeatProposer
-from bench.serving_drafts import LOW, folder_of, missing_row, whole_head
+from bench.serving_drafts import LOW, aux_layers, folder_of, missing_row, whole_head
 from pipeline import models
 from pipeline.config import Config, DraftConfig, load_config
 from specdec.pruned import load_pruned_model, prune_head, save_pruned
@@ -89,6 +89,14 @@ def test_fabricated_heads_have_the_targets_shapes(data_root: Path, name: str, wi
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 1
     assert (folder / "tokenizer.json").is_file()
     assert folder_of(name, config) == str(folder)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 7, 8, 36])
+def test_a_head_reads_three_different_layers(layers: int) -> None:
+    """Of four layers vLLM itself would take the second twice, and the head's first matrix would not fit."""
+    read = aux_layers(layers)
+    assert len(set(read)) == 3
+    assert all(0 <= layer < layers for layer in read)
 
 
 def test_other_names(data_root: Path) -> None:
