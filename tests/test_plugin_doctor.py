@@ -31,13 +31,14 @@ def pair(tmp_path: Path) -> list[str]:
 def test_a_pair_that_goes_together(
     pair: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 x 4 layers x 2 heads x 16 x 2 bytes = 512 bytes a token in each."""
+    """2 x 4 layers x 2 heads x 32 x 2 bytes = 1,024 bytes a token in each."""
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.32.0+cpu")
     assert main([*pair, "--k-max", "3", "--cache-gib", "1"]) == 0
     text = capsys.readouterr().out
     assert "the same 260 tokens" in text
     assert (
-        "512 bytes a token and 512 for the draft: of 1 GiB the pool holds 1,048,576 tokens instead of 2,097,152" in text
+        "1,024 bytes a token and 1,024 for the draft: of 1 GiB the pool holds 524,288 tokens instead of 1,048,576"
+        in text
     )
     command = shlex.split(text.splitlines()[-1])
     assert command[:4] == ["SPECDEC_PLUGIN=1", "vllm", "serve", pair[1]]
