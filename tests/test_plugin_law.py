@@ -48,7 +48,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         target = plugin_vllm.make_model(VOCAB)
         draft = noisy_copy(target, noise=0.3, seed=2)
         paths = [plugin_vllm.saved(model, folder / name) for model, name in ((target, "target"), (draft, "draft"))]
-        engine = plugin_vllm.make_engine(*paths, max_num_seqs=256, max_model_len=64)
+        # 256 rows with up to 3 drafts do not fit into a step: some wait.
+        engine = plugin_vllm.make_engine(*paths, max_num_seqs=256, max_model_len=64, max_num_batched_tokens=320)
         yield SimpleNamespace(target=Oracle(target), draft=Oracle(draft), engine=engine)
 
 
@@ -182,12 +183,12 @@ def staggered(pair: SimpleNamespace, settings: dict[str, Any], samples: int = 30
 
 
 def test_acceptance_is_what_the_laws_allow(pair: SimpleNamespace) -> None:
-    """By position, against a cache-free sum of min(p, q), in rounds after k = 0, on cached prefixes, and with half
-    of the rows preempted. For each round the drafts' contexts are known, so that accepted - expected has mean zero
+    """By position, against a cache-free sum of min(p, q), in rounds after k = 0, on cached prefixes, and with more
+    rows than fit into a step. For each round the drafts' contexts are known, so that accepted - expected has mean zero
     whatever came before; 4.5 standard deviations are a false alarm of 1 in 70,000."""
     settings = {"temperature": 0.8}
     params = SamplingParams(max_tokens=24, **settings)
-    plugin_vllm.set_lengths(pair.engine, (3, 3, 0, 0, 2, 0, 0, 0, 0, 1))
+    plugin_vllm.set_lengths(pair.engine, (3, 0, 0, 2, 0, 0, 1, 0, 0))
     with plugin_vllm.counted(pair.engine) as grown:
         prompts = [PROMPT * 5, PROMPT * 5 + (4,)] * 60
         outputs = plugin_vllm.generate(pair.engine, prompts, vllm_params(settings, max_tokens=24))
