@@ -67,3 +67,13 @@ def test_links_lead_somewhere(path: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+def test_the_number_of_planted_faults_is_the_suites() -> None:
+    from tests.faults import DRAFT, LAW
+
+    text = " ".join((ROOT / "docs" / "losslessness.md").read_text(encoding="utf-8").split())
+    assert f"so {len(LAW)} faults that real decoders had" in text
+    assert len(DRAFT) == 9
+    assert "Nine more are faults of the draft only" in text
+    assert f"{len(LAW)} planted faults" in (ROOT / "README.md").read_text(encoding="utf-8")
