@@ -102,6 +102,7 @@ def test_a_script_can_be_submitted_by_hand(site: Site, cluster: Cluster) -> None
     assert (site.archive / "tiny" / "01_gen_traces" / "done.json").is_file()
 
 
+@pytest.mark.slow
 def test_force_makes_finished_stages_again(site: Site) -> None:
     for force in ([], ["--force"]):
         site.submit("01", "02", *force)
@@ -282,6 +283,7 @@ def test_cancel_in_the_middle_leaves_a_run_that_goes_on(site: Site) -> None:
     assert list(dict(site.units("01_gen_traces"))) == ["unit-2"]
 
 
+@pytest.mark.slow
 def test_a_job_near_its_limit_queues_itself_and_gives_up_when_it_gets_no_further(site: Site, cluster: Cluster) -> None:
     """The first start makes a unit; the second none, so the third does not begin."""
     site.set_config(slurm={"stalls": 1})
