@@ -30,6 +30,11 @@ NAN = float("nan")
 GAIN_KEEP = 0.995  # of the realised speedup's sums, by round
 LEAST_S = 1e-6
 STATE_ROUNDS = 16
+NO_TIMES = (
+    "vLLM's worker sends no times of its steps, so no draft length can be chosen: it runs without vllm_draft_spec. "
+    "Install the package and set SPECDEC_PLUGIN=1 for all of vLLM's processes, on every node, and leave worker_cls as "
+    "it is; or pass the specdec setting controller: fixed, which needs no times"
+)
 
 
 class Pilot:
@@ -58,13 +63,17 @@ class Pilot:
 
     def choose(self, batch: int) -> int:
         """Drafts for each row of a step over `batch` requests. As long as nothing has been decoded (prompts in several
-        chunks), the last choice stands: a choice without a round would look like a round without a clock."""
+        chunks), the last choice stands: a choice without a round would look like a round without a clock. ValueError
+        when steps keep coming without their times (FixedK needs none)."""
         if self._decoded:
-            self.k, self._decoded = self.controller.choose(batch), False
+            try:
+                self.k, self._decoded = self.controller.choose(batch), False
+            except ValueError as error:
+                raise ValueError(f"{NO_TIMES} ({error})") from error
         return self.k
 
     def observe(self, step: Step) -> None:
-        """A step has come back. ValueError when steps keep coming without their times (FixedK needs none)."""
+        """A step has come back."""
         now = self._clock()
         period_s = now - self._came_at if self._came_at is not None else NAN
         counts = Tally.of(step)
