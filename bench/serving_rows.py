@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ from pipeline.config_bench_vllm import MethodConfig
 
 Reader = Callable[[str], Mapping[str, Any]]
 MEMORY = ("kv_tokens", "context_limit", "max_concurrency")
-REASON_LENGTH = 300
+REASON_LENGTH = 300  # characters
+FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.+~-]+/)+")  # of an absolute path, all but its last part
 
 
 def load_rows(config: Config, read: Reader, *, on_gpu: bool) -> list[dict[str, Any]]:
@@ -64,4 +66,8 @@ def _about_server(config: Config, method: MethodConfig, read: Reader) -> dict[st
 
 
 def _short(text: str | None) -> str | None:
-    return text if text is None or len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
+    """A server's words for a page: at most REASON_LENGTH of them, without the folders of this machine."""
+    if text is None:
+        return None
+    text = FOLDERS.sub(".../", text)
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."

@@ -77,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
 def serve() -> None:
     die_with_parent()
     if FAKE == "dies":
+        print('(APIServer pid=1) File "/some/where/site-packages/x.py", line 1', flush=True)
         print("(APIServer pid=1) ValueError: this draft does not fit\n(APIServer pid=1) bye", flush=True)
         sys.exit(1)
     if FAKE == "ignores SIGTERM":
