@@ -162,6 +162,16 @@ def test_rows_of_nothing_and_of_other_stages_break_nothing(tmp_path: Path) -> No
     assert [each for each in Ids(page).ids if each in SECTIONS] == SECTIONS
 
 
+def test_a_servers_run_has_its_loads_and_methods(tmp_path: Path) -> None:
+    folder = tmp_path / "demo" / "05_bench_vllm"
+    folder.mkdir(parents=True)
+    committed = Path(__file__).resolve().parent.parent / "results" / "serving_cpu.json"
+    (folder / "result.json").write_bytes(committed.read_bytes())
+    page = page_of(folder.parent)
+    for words in ("With 4 requests at once (vLLM)", "vLLM under load", "plugin_adaptive", "Good requests:"):
+        assert words in page, words
+
+
 def test_a_huge_table_is_cut_on_the_page_and_whole_in_its_csv(tmp_path: Path) -> None:
     rows = [plain(batch) for batch in range(1, 260)]
     rows += [drafted("ngram", 1.5, batch, prompt_set=f"set {batch}") for batch in range(1, 260)]
