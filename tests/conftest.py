@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ SITE_FACTS = ("SPEC_DATA_ROOT", "SPEC_ARCHIVE_ROOT", "SPEC_PROMPTS", "SPEC_GPU_C
 def _no_site_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SITE_FACTS:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _vllm_logs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, imported by an earlier test of this process, keeps its lines from the root logger, where caplog listens."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture

@@ -93,7 +93,6 @@ def test_laws_of_drafts_are_kept_unless_the_user_chose(folders: SimpleNamespace)
 def test_another_method_is_left_as_it_is_and_the_log_says_so(
     folders: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING, logger="vllm.plugins.vllm_draft_spec"):
         made = engine_config(folders, speculative={"method": "ngram", "model": None, "prompt_lookup_max": 3})
     assert made.speculative_config.draft_sample_method == "greedy"
@@ -123,7 +122,6 @@ def test_model_runner_v1_is_selected_where_v2_would_be(
     from vllm_draft_spec import config
 
     config.say_v1.cache_clear()
-    logging.getLogger("vllm").propagate = True
     monkeypatch.delenv(config.V2_SWITCH, raising=False)
 
     def runner(method: str) -> bool:
@@ -150,7 +148,6 @@ def test_a_draft_with_a_shorter_context_is_used_up_to_its_end(
 ) -> None:
     """The target itself, with positions up to 64: drafts are all accepted, none is made past the end, and rows that
     are past it do not keep the others from drafting."""
-    logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING, logger="vllm.plugins.vllm_draft_spec"):
         engine = plugin_vllm.make_engine(folders.target, folders.short)
     assert any("ends at 64 tokens, the target's at 256" in record.getMessage() for record in caplog.records)

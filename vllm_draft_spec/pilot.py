@@ -31,7 +31,7 @@ GAIN_KEEP = 0.995  # of the realised speedup's sums, by round
 LEAST_S = 1e-6
 STATE_ROUNDS = 16
 NO_TIMES = (
-    "vLLM's worker sends no times of its steps, so no draft length can be chosen: it runs without vllm_draft_spec. "
+    "nothing is drafted from here on: vLLM's worker sends no times of its steps, as if it ran without vllm_draft_spec. "
     "Install the package and set SPECDEC_PLUGIN=1 for all of vLLM's processes, on every node, and leave worker_cls as "
     "it is; or pass the specdec setting controller: fixed, which needs no times"
 )
@@ -52,6 +52,7 @@ class Pilot:
         self.controller, self.k = controller, 0
         self._draft_kv_tokens, self._clock, self._log_interval_s = draft_kv_tokens, clock, log_interval_s
         self._decoded = True  # since the last choice
+        self._blind = False
         self._previous: Step | None = None
         self._came_at: float | None = None
         self._state: ControllerState | None = None
@@ -63,14 +64,19 @@ class Pilot:
 
     def choose(self, batch: int) -> int:
         """Drafts for each row of a step over `batch` requests. As long as nothing has been decoded (prompts in several
-        chunks), the last choice stands: a choice without a round would look like a round without a clock. ValueError
-        when steps keep coming without their times (FixedK needs none)."""
+        chunks), the last choice stands: a choice without a round would look like a round without a clock. 0 once steps
+        have come without their times for so long that the controller refuses: a server goes on at its plain speed."""
         if self._decoded:
-            try:
-                self.k, self._decoded = self.controller.choose(batch), False
-            except ValueError as error:
-                raise ValueError(f"{NO_TIMES} ({error})") from error
+            self.k, self._decoded = 0 if self._blind else self._choice(batch), False
         return self.k
+
+    def _choice(self, batch: int) -> int:
+        try:
+            return self.controller.choose(batch)
+        except ValueError as error:
+            logger.error("%s (%s)", NO_TIMES, error)
+            self._blind = True
+            return 0
 
     def observe(self, step: Step) -> None:
         """A step has come back."""
