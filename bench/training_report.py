@@ -39,9 +39,7 @@ page.
 
 def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page for results by file name; results of other stages are left out."""
-    ours = [(name, result) for name, result in results.items() if result["stage"] in STAGES]
-    ours.sort(key=lambda item: (STAGES.index(item[1]["stage"]), item[1]["run"], item[1]["started"], item[0]))
-    return "\n".join([INTRODUCTION, *(line for name, result in ours for line in _section(name, result))])
+    return report.joined(INTRODUCTION, STAGES, _section, results)
 
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:

@@ -38,6 +38,15 @@ def data_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.fixture
+def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty SPEC_ARCHIVE_ROOT, beside an empty SPEC_DATA_ROOT."""
+    root = tmp_path / "archive"
+    root.mkdir()
+    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(root))
+    return root
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A real Slurm of two nodes, for all tests of the xdist group "slurm". Skips where it is not installed."""

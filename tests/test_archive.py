@@ -13,14 +13,6 @@ from pipeline import archive, manifest
 from pipeline.stage import StaleError, run_stage
 
 
-@pytest.fixture
-def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "archive"
-    root.mkdir()
-    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(root))
-    return root
-
-
 def run(*overrides: str, **options: bool) -> tuple[Path, ToyBody]:
     body = ToyBody()
     return run_stage(STAGE, toy_config(*overrides), body, **options), body

@@ -21,14 +21,6 @@ class HardKill(BaseException):
 
 
 @pytest.fixture
-def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "archive"
-    root.mkdir()
-    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(root))
-    return root
-
-
-@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the period is measured by."""
     now = [0.0]

@@ -26,14 +26,6 @@ TINY = ROOT / "configs" / "tiny.yaml"
 DAY = 86400.0
 
 
-@pytest.fixture
-def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "archive"
-    root.mkdir()
-    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(root))
-    return root
-
-
 # scratch
 
 
