@@ -107,7 +107,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dic
         patch.setenv("SPEC_DATA_ROOT", str(root))
         prompts = f"bench_engine.prompts=[{{name: planted, source: 'jsonl:{root}/bench.jsonl', limit: 4}}]"
         folder = run_filter(planted.records, prompts, "bench_draft.prompts=[]", per_shard=400)
-    (benchmark,) = json.loads((folder / "report.json").read_text())["benchmarks"]
+    benchmark, served = json.loads((folder / "report.json").read_text())["benchmarks"]
+    assert (served["benchmark"], served["rows_removed"]) == ("bench_vllm.arithmetic", 0)
     assert (benchmark["benchmark"], benchmark["items"]) == ("bench_engine.planted", 100)
     assert benchmark["rows_removed"] == CONTAMINATED
     assert all(len(span["span"].split()) >= 3 for span in benchmark["spans"])

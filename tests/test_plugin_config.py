@@ -29,6 +29,8 @@ VOCAB = 10
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A target; a draft of its vocabulary; one whose context ends at 64; one of another vocabulary."""
+    import vllm.logger  # noqa: F401 (before the tests' own fixtures: it keeps vLLM's lines from caplog)
+
     folder = tmp_path_factory.mktemp("models")
     with plugin_vllm.installed():
         target = plugin_vllm.make_model(VOCAB)

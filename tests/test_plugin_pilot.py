@@ -236,7 +236,7 @@ def test_the_report_sums_up_and_starts_again() -> None:
 
 def test_the_log_line_comes_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
     pilot, now = pilot_of(Adaptive(4), log_interval_s=1000.0, draft_kv_tokens=640)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="vllm.plugins.vllm_draft_spec"):
         run(pilot, now, 150)
     assert len(caplog.records) == int(now[0] // 1000)
     text = caplog.records[-1].getMessage()
