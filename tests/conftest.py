@@ -23,10 +23,14 @@ def _no_site_facts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(autouse=True)
-def _vllm_logs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM, imported by an earlier test of this process, keeps its lines from the root logger, where caplog listens."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+@pytest.fixture
+def plugin_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """caplog with the plugin's lines from INFO on, whatever vLLM does to its loggers when its first engine starts."""
+    logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
 
 
 @pytest.fixture

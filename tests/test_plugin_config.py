@@ -4,7 +4,6 @@ do not quite fit: another vocabulary, a shorter context.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ VOCAB = 10
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A target; a draft of its vocabulary; one whose context ends at 64; one of another vocabulary."""
-    import vllm.logger  # noqa: F401 (before the tests' own fixtures: it keeps vLLM's lines from caplog)
-
     folder = tmp_path_factory.mktemp("models")
     with plugin_vllm.installed():
         target = plugin_vllm.make_model(VOCAB)
@@ -93,12 +90,11 @@ def test_laws_of_drafts_are_kept_unless_the_user_chose(folders: SimpleNamespace)
 
 
 def test_another_method_is_left_as_it_is_and_the_log_says_so(
-    folders: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    folders: SimpleNamespace, plugin_log: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="vllm.plugins.vllm_draft_spec"):
-        made = engine_config(folders, speculative={"method": "ngram", "model": None, "prompt_lookup_max": 3})
+    made = engine_config(folders, speculative={"method": "ngram", "model": None, "prompt_lookup_max": 3})
     assert made.speculative_config.draft_sample_method == "greedy"
-    assert any("method draft_model only; that of ngram" in record.getMessage() for record in caplog.records)
+    assert any("method draft_model only; that of ngram" in record.getMessage() for record in plugin_log.records)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +114,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
 
 
 def test_model_runner_v1_is_selected_where_v2_would_be(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     """For the method that the plugin serves, and unless the user chose a runner."""
     from vllm_draft_spec import config
@@ -130,9 +126,8 @@ def test_model_runner_v1_is_selected_where_v2_would_be(
         vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
         return config.use_v2_model_runner(lambda self: True, vllm_config)
 
-    with caplog.at_level(logging.INFO, logger=config.logger.name):
-        assert [runner("draft_model"), runner("draft_model"), runner("eagle")] == [False, False, True]
-    [line] = [record.getMessage() for record in caplog.records]
+    assert [runner("draft_model"), runner("draft_model"), runner("eagle")] == [False, False, True]
+    [line] = [record.getMessage() for record in plugin_log.records]
     assert "model runner V1 is used" in line
     monkeypatch.setenv(config.V2_SWITCH, "1")
     assert runner("draft_model")
@@ -146,13 +141,12 @@ def params(**settings: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_draft_with_a_shorter_context_is_used_up_to_its_end(
-    folders: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    folders: SimpleNamespace, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     """The target itself, with positions up to 64: drafts are all accepted, none is made past the end, and rows that
     are past it do not keep the others from drafting."""
-    with caplog.at_level(logging.WARNING, logger="vllm.plugins.vllm_draft_spec"):
-        engine = plugin_vllm.make_engine(folders.target, folders.short)
-    assert any("ends at 64 tokens, the target's at 256" in record.getMessage() for record in caplog.records)
+    engine = plugin_vllm.make_engine(folders.target, folders.short)
+    assert any("ends at 64 tokens, the target's at 256" in record.getMessage() for record in plugin_log.records)
     plain = plugin_vllm.make_engine(folders.target)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (5, 100, 30, 62, 63, 64, 200)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -197,14 +196,14 @@ def run(pilot: Pilot, now: list[float], steps: int, **more: Any) -> None:
         k = following
 
 
-def test_a_clock_that_never_speaks_ends_drafting(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_never_speaks_ends_drafting(plugin_log: pytest.LogCaptureFixture) -> None:
     """Otherwise the cost ratio would stay at its first value, and nothing would show it; and a server goes on."""
     pilot, now = pilot_of(Adaptive(4))
     run(pilot, now, 60, times=None)
     assert pilot.k > 0
     run(pilot, now, 40, times=None)
     assert pilot.k == 0
-    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    [line] = [record.getMessage() for record in plugin_log.records if record.levelname == "ERROR"]
     for piece in ("nothing is drafted", "SPECDEC_PLUGIN=1", "controller: fixed", "64 rounds without the times"):
         assert piece in line
 
@@ -234,12 +233,11 @@ def test_the_report_sums_up_and_starts_again() -> None:
     assert pilot.report()["counts"] == vars(Tally())
 
 
-def test_the_log_line_comes_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_comes_by_the_clock(plugin_log: pytest.LogCaptureFixture) -> None:
     pilot, now = pilot_of(Adaptive(4), log_interval_s=1000.0, draft_kv_tokens=640)
-    with caplog.at_level(logging.INFO, logger="vllm.plugins.vllm_draft_spec"):
-        run(pilot, now, 150)
-    assert len(caplog.records) == int(now[0] // 1000)
-    text = caplog.records[-1].getMessage()
+    run(pilot, now, 150)
+    assert len(plugin_log.records) == int(now[0] // 1000)
+    text = plugin_log.records[-1].getMessage()
     for part in ("draft length 4 (steps by length: ", "accepted by position: 1.00 1.00", "of k = 0", "640 tokens"):
         assert part in text
     fixed, now = pilot_of(FixedK(2))

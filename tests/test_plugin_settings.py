@@ -57,7 +57,7 @@ def test_mistakes_are_named(given: object, message: str) -> None:
         read_settings({"specdec": given}, 6)
 
 
-def test_a_mistake_is_told_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_is_told_before_the_model_is_loaded(plugin_log: pytest.LogCaptureFixture) -> None:
     """Whatever the method: the lengths of vLLM's own proposers are chosen too."""
     own = SimpleNamespace(method="eagle", num_speculative_tokens=3)
     with pytest.raises(
@@ -65,6 +65,6 @@ def test_a_mistake_is_told_before_the_model_is_loaded(caplog: pytest.LogCaptureF
     ):
         check(SimpleNamespace(speculative_config=own, additional_config={"specdec": {"k_max": 4}}))
     check(SimpleNamespace(speculative_config=own, additional_config={}))
-    assert "that of eagle stays vLLM's" in caplog.text
+    assert "that of eagle stays vLLM's" in plugin_log.text
     check(SimpleNamespace(speculative_config=None, additional_config={"specdec": {"k_max": 4}}))
-    assert "nothing to do without a speculative config" in caplog.text
+    assert "nothing to do without a speculative config" in plugin_log.text
