@@ -16,8 +16,9 @@ VENV_KEY := $(shell { cat $(VENV_INPUTS); $(PYTHON) --version; nvidia-smi -L; } 
 STAMP := .venv/.ready-$(VENV_KEY)
 
 BIN := .venv/bin
-# One thread a worker: two workers with two threads each would fight for two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# One thread a worker: two workers with two threads each would fight for two cores. A file stays with one worker, since
+# its tests share what is slow to start (an engine, a cluster); in order, so that the longest file is not the last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

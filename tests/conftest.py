@@ -53,7 +53,7 @@ def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A real Slurm of two nodes, for all tests of the xdist group "slurm". Skips where it is not installed."""
+    """A real Slurm of two nodes, one a test process. Skips where it is not installed."""
     reason = missing()
     if reason:
         pytest.skip(reason)

@@ -18,7 +18,6 @@ from pipeline.config_slurm import JOB_STAGES
 from slurm import cap
 from slurm.client import Job
 
-pytestmark = pytest.mark.xdist_group("slurm")
 STAGES = list(JOB_STAGES)
 ALL_COMPLETED = dict.fromkeys(STAGES, "COMPLETED")
 

@@ -15,7 +15,7 @@ from slurm_site import Site, wait_for
 
 from pipeline.config_slurm import JOB_STAGES
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 TRACES = {"prompts": [{"name": "arithmetic", "source": "reasoning_gym:basic_arithmetic", "limit": 24}], "shard_size": 1}
 STEPS = 40
 TRAIN = {
