@@ -3,7 +3,8 @@ own drafter what it must do before the batch changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_draft_spec import patches
@@ -73,7 +74,8 @@ def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     """Keeps the laws of this step's drafts, and sends the newest times along."""
     watch = Watch.of(self)
     ran = self.execute_model_state is not None
-    output = original(self, *args, **kwargs)
+    with unread_prompts_apart(self):
+        output = original(self, *args, **kwargs)
     if watch is None or not ran:
         return output
     watch.laws.keep(self.input_batch.req_ids, self._draft_probs, self.requests)
@@ -83,6 +85,22 @@ def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if getattr(carrier, "req_ids", None):  # the empty output is one object for all steps
         carrier.specdec_times = watch.clock.newest()
     return output
+
+
+@contextmanager
+def unread_prompts_apart(runner: Any) -> Iterator[None]:
+    """A request of which only a part of the prompt is read draws a token that is thrown away. vLLM sets its generator
+    back afterwards, which a CPU's generator refuses; here such a request draws from the common one."""
+    if runner.device.type != "cpu":
+        yield
+        return
+    batch = runner.input_batch
+    unread = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    apart = {b: batch.generators.pop(b) for b in unread if b in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(apart)
 
 
 def take_draft_token_ids(original: Callable[..., Any], self: Any) -> Any:
