@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeline.ports import free_port
 
 HOST = "127.0.0.1"
 POLL_S = 0.2
@@ -77,7 +78,7 @@ def serving(command: ServerCommand, log: Path, *, minutes: float, check_stop: Ca
     `check_stop` may raise while it is waited for. ServerError when it dies, or is not ready after `minutes`.
     """
     for attempt in range(PORT_ATTEMPTS):
-        port = free_port()
+        port = free_port(HOST)
         process = _start(command, port, log)
         server = Server(url=f"http://{HOST}:{port}", log=log, process=process)
         try:
@@ -91,13 +92,6 @@ def serving(command: ServerCommand, log: Path, *, minutes: float, check_stop: Ca
             return
         finally:
             stop(process)
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def start_group(

@@ -45,6 +45,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def changed_settings(content: Mapping[str, Any], config: Config) -> list[str]:
+    """What differs between the settings that a manifest's stage was made from and the config's, one line each."""
+    made_from = content["fingerprint"]["config"]
+    return differences({"config": made_from}, {"config": configs.section_values(config, made_from)})
+
+
 def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """(dotted key, value as JSON) of every leaf, under the key `path`."""
     children: Any = ()

@@ -36,7 +36,7 @@ from typing import Any
 from pipeline import archive, fingerprint, ledger, manifest
 from pipeline import files as files_module
 from pipeline.archived import WORK, archived_folder, copy_to_archive, is_archived, put_aside
-from pipeline.config import Config, load_config, section_values
+from pipeline.config import Config, load_config
 from pipeline.context import StageContext, StageStopped, StopSignals, say
 from pipeline.files import BusyError
 from pipeline.partial import Partial
@@ -176,8 +176,7 @@ def _finished_input(config: Config, name: str) -> tuple[Path, dict[str, Any]]:
     problems = manifest.damaged(folder, manifest.file_records(content))
     if problems:
         raise ValueError(f"input {name} in {folder} is damaged: {'; '.join(problems)}; run that stage again")
-    made_from = content["fingerprint"]["config"]
-    changes = fingerprint.differences({"config": made_from}, {"config": section_values(config, made_from)})
+    changes = fingerprint.changed_settings(content, config)
     if changes:
         raise StaleError(
             f"input {name} in {folder} was made from other settings; run that stage again\n{_listed(changes)}"

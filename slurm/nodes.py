@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 
 from slurm import client
 
@@ -14,10 +13,3 @@ def own_address() -> str:
     name = os.environ["SLURMD_NODENAME"]
     found = re.search(r"\bNodeAddr=(\S+)", client.call("scontrol", "-o", "show", "node", name))
     return found.group(1) if found else name
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

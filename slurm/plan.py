@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import archive, fingerprint, manifest
-from pipeline.config import Config, section_values
+from pipeline.config import Config
 from pipeline.config_slurm import JOB_STAGES
 from pipeline.stage import data_root
 from pipeline.stages import REPORT, stage_name
@@ -70,8 +70,7 @@ def finished(config: Config, root: Path) -> dict[str, str]:
 
 def check_settings(config: Config, stage: str, content: dict[str, Any], root: Path) -> None:
     """ValueError when the finished stage was made from other settings than the config's."""
-    made_from = content["fingerprint"]["config"]
-    changes = fingerprint.differences({"config": made_from}, {"config": section_values(config, made_from)})
+    changes = fingerprint.changed_settings(content, config)
     if changes:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ValueError(

@@ -106,7 +106,8 @@ def stage_command(stage: str, config: str, force: bool) -> list[str]:
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if stage != TRAINING or nodes == 1:
         return command
-    from slurm.nodes import free_port, own_address
+    from pipeline.ports import free_port
+    from slurm.nodes import own_address
 
     os.environ.update(MASTER_ADDR=own_address(), MASTER_PORT=str(free_port()))
     cpus = os.environ.get("SLURM_CPUS_PER_TASK", "1")  # srun does not take it from the job

@@ -286,8 +286,8 @@ def test_a_port_that_is_taken_in_between_is_left_for_another(tmp_path: Path, mon
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = [taken.getsockname()[1], serving_server.free_port()]
-        monkeypatch.setattr(serving_server, "free_port", lambda: ports.pop(0))
+        ports = [taken.getsockname()[1], serving_server.free_port(serving_server.HOST)]
+        monkeypatch.setattr(serving_server, "free_port", lambda host: ports.pop(0))
         with serving(command(), tmp_path / "log", minutes=1, check_stop=nothing) as server:
             assert server.get("/health") == "{}"
     assert ports == []

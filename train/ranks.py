@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+
+from pipeline.ports import free_port
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0
@@ -48,7 +49,7 @@ def layout() -> Layout:
     nodes = _number("SPEC_NODES", 1)
     if nodes > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         raise ValueError(f"SPEC_NODES is {nodes}, but MASTER_ADDR and MASTER_PORT do not say where the first one is")
-    port = _number("MASTER_PORT", 0) if nodes > 1 else _free_port()
+    port = _number("MASTER_PORT", 0) if nodes > 1 else free_port("127.0.0.1")
     return Layout(local=local, nodes=nodes, address=os.environ.get("MASTER_ADDR", "127.0.0.1"), port=port)
 
 
@@ -196,12 +197,6 @@ def _number(name: str, default: int) -> int:
     if not text.isdigit() or (int(text) < 1 and default):
         raise ValueError(f"{name}: got {text!r}, expected a whole number of at least 1")
     return int(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -72,12 +72,11 @@ class StepClock:
         drafted, self._drafted = self._drafted, None
         if self._plain_k is None or len(self._marks) != 4:
             return
-        begin, fed, drafting, done = self._marks
+        _, fed, drafting, _ = self._marks
         # A drafter may have found fewer than it was asked for; the round's length is what was verified.
         if drafted is not None and self._plain_k <= drafted.k and drafted.rows == self._rows:
             self._open.append((replace(drafted, k=self._plain_k), (fed, drafting), len(self._rows)))
-        marks = (begin, fed, drafting, done)
-        self._drafted = Drafted(rows=self._rows, k=k, caught_up=caught_up, marks=marks)
+        self._drafted = Drafted(rows=self._rows, k=k, caught_up=caught_up, marks=tuple(self._marks))
 
     def newest(self) -> StepTimes | None:
         """The latest round that the device has finished and that was not given out before."""
