@@ -17,7 +17,7 @@ from bench.serving_tables import load_name, method_table, serving_table
 from bench.tables import evidence_table, gate_table, number
 from pipeline.tables import to_markdown
 
-STAGES = ("05_bench_vllm", "05_smoke")
+STAGES = ("05_bench_vllm", "05_smoke", "vllm_lengths")
 OUT = "RESULTS_SERVING.md"
 BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
@@ -51,6 +51,10 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield from report.heading(name, result)
+    if result["stage"] == "vllm_lengths":
+        yield "\nDraft lengths in one engine, each against the fixed one that was fastest on that load:\n"
+        yield f"{_lengths(result)}\n"
+        return
     rows = [row for row in result["rows"] if "gate" not in row]
     if rows:
         first = rows[0]
@@ -70,6 +74,16 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     points = evidence_table(result, "G6")
     if len(points):
         yield f"Bring-up checkpoints:\n\n{to_markdown(points)}\n"
+
+
+def _lengths(result: Mapping[str, Any]) -> str:
+    """Loads by draft length: speed against the best fixed length, of the same turn."""
+    rows = pd.DataFrame(result["rows"])
+    table = rows.assign(share=rows["of_best_fixed"].map(number)).pivot(
+        index="prompt_set", columns="controller", values="share"
+    )
+    ordered = table.loc[rows["prompt_set"].unique(), rows["controller"].unique()]
+    return to_markdown(ordered.rename_axis(None, axis="columns").reset_index().rename(columns={"prompt_set": "load"}))
 
 
 def _busy(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:

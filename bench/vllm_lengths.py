@@ -2,9 +2,10 @@
 
     python -m bench.vllm_lengths --config configs/demo.yaml --out results/vllm_lengths.json
 
-One engine, in this process, decodes each of the config's prompt sets (`bench_vllm.prompts`) and, as the load
-"shifting", all of them by turns. All controllers take turns, there and back, `repeats` times after one unmeasured turn;
-each keeps what it has learned, as in a server. tests/test_plugin_scheduler.py asks the same of exact, simulated times.
+One engine, in this process, decodes each of the config's prompt sets (`bench_vllm.prompts`) for itself and then, as the
+load "shifting", one set after the other. In each load all controllers take turns, there and back, `repeats` times after
+one unmeasured turn; each begins a load with nothing learned and keeps from turn to turn what it learns, as in a server.
+tests/test_plugin_scheduler.py asks the same of exact, simulated times.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,11 +40,11 @@ Batch = list[list[int]]
 
 @dataclass
 class Variant:
-    """A controller and its speeds, tokens a second, one for each measured turn of each load."""
+    """A controller and its speeds, tokens a second, one for each measured turn of a load."""
 
     name: str
     controller: Controller
-    speeds: dict[str, list[float]] = field(default_factory=dict)
+    speeds: list[float] = field(default_factory=list)
 
 
 def variants(k_max: int) -> list[Variant]:
@@ -61,8 +62,7 @@ def loads(config: Config, batch: int) -> dict[str, list[Batch]]:
         prompts = load_prompts(source.name, source.source, source.limit, config.bench_vllm.seed)
         ids = [encode_prompt(tokenizer, prompt.messages) for prompt in prompts]
         found[source.name] = [ids[i : i + batch] for i in range(0, len(ids), batch)]
-    by_turns = chain.from_iterable(zip_longest(*found.values()))
-    return {**found, SHIFTING: [each for each in by_turns if each]} if len(found) > 1 else found
+    return {**found, SHIFTING: list(chain.from_iterable(found.values()))} if len(found) > 1 else found
 
 
 def start_engine(config: Config, k_max: int, batch: int, folder: Path) -> Any:
@@ -99,32 +99,33 @@ def measure(engine: Any, each: Variant, batches: Sequence[Batch], tokens: int) -
 
 
 def rows_of(measured: Sequence[Variant], names: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for each load and controller; of_best_fixed: the median over turns of its speed over that of the fixed
-    length that was fastest in the median. Both sides are of the same turn, so a machine that slows down slows both."""
+    """One row for each controller; of_best_fixed: the median over turns of its speed over that of the fixed length
+    that was fastest in the median. Both sides are of the same turn, so a machine that slows down slows both."""
+    best = max((each for each in measured if each.name != "adaptive"), key=lambda each: median(each.speeds))
     rows = []
-    for load in measured[0].speeds:
-        best = max((each for each in measured if each.name != "adaptive"), key=lambda each: median(each.speeds[load]))
-        for each in measured:
-            ratios = [mine / other for mine, other in zip(each.speeds[load], best.speeds[load], strict=True)]
-            speed = median(each.speeds[load])
-            row = {"prompt_set": load, "controller": each.name, "tokens_per_s": speed, "of_best_fixed": median(ratios)}
-            rows.append({**names, **row})
+    for each in measured:
+        ratios = [mine / other for mine, other in zip(each.speeds, best.speeds, strict=True)]
+        row = {"controller": each.name, "tokens_per_s": median(each.speeds), "of_best_fixed": median(ratios)}
+        rows.append({**names, **row})
     return rows
 
 
 def run(
     config: Config, work: Mapping[str, Sequence[Batch]], *, k_max: int, batch: int, tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    measured = variants(k_max)
+    names = {"engine": "vllm", "target": config.models.target, "batch": batch, "repeats": repeats}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         engine = start_engine(config, k_max, batch, Path(folder))
-        for turn in range(repeats + 1):
-            for load, batches in work.items():
+        for load, batches in work.items():
+            measured = variants(k_max)
+            for turn in range(repeats + 1):
                 for each in measured if turn % 2 == 0 else reversed(measured):
                     speed = measure(engine, each, batches, tokens)
                     if turn:
-                        each.speeds.setdefault(load, []).append(speed)
-    return rows_of(measured, {"engine": "vllm", "target": config.models.target, "batch": batch, "repeats": repeats})
+                        each.speeds.append(speed)
+            rows += rows_of(measured, {**names, "prompt_set": load})
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

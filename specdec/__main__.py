@@ -119,7 +119,7 @@ def _without_drafts(decoder: "SpecDecoder", args: argparse.Namespace) -> "SpecDe
 
 
 def _chat(decoder: "SpecDecoder", args: argparse.Namespace) -> int:
-    """Questions from standard input until its end; each with all that was said before."""
+    """Questions from standard input until its end; each with what was said before, as far back as there is room."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (line editing in input)
     history: list[dict[str, str]] = []
@@ -127,15 +127,27 @@ def _chat(decoder: "SpecDecoder", args: argparse.Namespace) -> int:
         if not question.strip():
             continue
         history.append({"role": "user", "content": question})
-        prompt = question if args.raw or not decoder.tokenizer.chat_template else _messages(args, history)
+        plain_chat = args.raw or not decoder.tokenizer.chat_template
         try:
+            prompt = question if plain_chat else _messages(args, _recent(decoder, args, history))
             text, _ = _answer(decoder, prompt, args)
         except ValueError as error:
-            print(f"error: {error}\nThe conversation so far is forgotten.", file=sys.stderr)
-            history.clear()
+            print(f"error: {error}", file=sys.stderr)
+            history.pop()
         else:
             history.append({"role": "assistant", "content": text})
     return 0
+
+
+def _recent(decoder: "SpecDecoder", args: argparse.Namespace, history: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The history without the oldest questions and answers, where they leave no room for max_tokens more; the last
+    question always stays."""
+    recent = history
+    while len(recent) > 1 and decoder.room_for(_messages(args, recent)) < args.max_tokens:
+        recent = recent[2:]
+    if recent is not history:
+        print(f"[{len(history) - len(recent)} older messages left out: no room for them]", file=sys.stderr, flush=True)
+    return recent
 
 
 def _ask() -> str | None:

@@ -142,6 +142,10 @@ class SpecDecoder:
         string; joined they are the text of `generate`. See Stream for its statistics and for cancelling."""
         return Stream(self, self._submit(prompt, self._ask(sampling, n=1, stop=stop, chat=chat)))
 
+    def room_for(self, prompt: Prompt, *, chat: bool = False) -> int:
+        """The most tokens that an answer may have (`max_tokens`); below 1 when the prompt is too long."""
+        return self.engine.room - len(self._encode(prompt, chat))
+
     def advance(self) -> None:
         """One step of the engine, for all that is being decoded."""
         self._stepping = True

@@ -22,7 +22,7 @@ OPTIONS = (
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
 REDIRECT = 'exec 3<&"$READ" 4>&"$WRITE"; exec "$@"'
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 
 @dataclass

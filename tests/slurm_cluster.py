@@ -17,7 +17,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 GPUS_PER_NODE = 4
-START_SECONDS = 60
+START_SECONDS = 600
 CONF = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -93,7 +93,7 @@ class Cluster:
     def run(self, *command: str, check: bool = True) -> str:
         """What a Slurm command prints."""
         done = subprocess.run(
-            command, env=os.environ | self.environment, capture_output=True, text=True, check=False, timeout=60
+            command, env=os.environ | self.environment, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
         return done.stdout
@@ -149,7 +149,7 @@ class Cluster:
             stdout=subprocess.DEVNULL,  # a daemon that keeps a pipe open would never let it end
             stderr=subprocess.DEVNULL,
             check=False,
-            timeout=60,
+            timeout=600,
         )
         assert done.returncode == 0, f"{command[0]} did not start: see the logs in {self.folder}"
 

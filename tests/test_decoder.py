@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -406,7 +407,35 @@ def test_command_line_refuses_bad_arguments(folders, capsys, tmp_path) -> None:
         assert words in capsys.readouterr().err
 
 
-def read_until(process: subprocess.Popen, wanted: bytes, seconds: float = 60.0) -> bytes:
+def test_a_long_chat_leaves_its_oldest_messages_out(folders, capsys, monkeypatch) -> None:
+    """Nothing is refused but a question that is too long by itself, which costs nothing of what was said before."""
+    asked = []
+
+    def room_for(self: SpecDecoder, prompt: list[dict[str, str]], **options: Any) -> int:
+        asked.append([message["content"] for message in prompt])
+        return real(self, prompt, **options)
+
+    real = SpecDecoder.room_for
+    monkeypatch.setattr(SpecDecoder, "room_for", room_for)
+    questions = iter(["the cat", "the hat", "the mat " * 100, "the dog"])
+    monkeypatch.setattr("builtins.input", lambda _: next(questions, None) or interrupt(EOFError))
+    args = ("--target", str(folders["target"]), "--capacity", "80", "--max-tokens", "40")
+    code, out, err = run_main(capsys, *args)
+    assert code == 0
+    assert err.count("tokens/s, no drafts]") == 3
+    assert len(re.findall(r"error: prompt \(\d+\) \+ max_tokens \(40\) is \d+ tokens", err)) == 1
+    assert "older messages left out" in err
+    first, *_ = out.splitlines()
+    assert ["the cat", first, "the hat"] in asked
+    assert asked[-1][-1] == "the dog"
+    assert "the mat " * 100 not in asked[-1]
+
+
+def interrupt(error: type[BaseException]) -> str:
+    raise error
+
+
+def read_until(process: subprocess.Popen, wanted: bytes, seconds: float = 600.0) -> bytes:
     """Standard output until `wanted` has come."""
     assert process.stdout is not None
     got, end = b"", time.monotonic() + seconds
@@ -434,7 +463,7 @@ def test_chat_goes_on_after_an_interrupt_and_ends_with_its_input(folders) -> Non
             process.send_signal(signal.SIGINT)
             read_until(process, b"\n> ")
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(600) == 0
         assert process.stderr is not None
         counts = [int(count) for count in re.findall(r"\[(\d+) tokens,", process.stderr.read().decode())]
         assert len(counts) == 2

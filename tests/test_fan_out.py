@@ -323,7 +323,7 @@ def test_real_workers_end_with_their_driver_and_the_next_one_goes_on(data_root: 
     driver.send_signal(number)
     _, said = driver.communicate(timeout=600)
     assert driver.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 75), said.decode()
-    _, alive = psutil.wait_procs(workers, timeout=120)
+    _, alive = psutil.wait_procs(workers, timeout=600)
     assert not alive
     driver = start("run=two", *settings)
     _, said = driver.communicate(timeout=900)

@@ -50,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def bash(script: Path | str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=1200)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -300,9 +300,9 @@ def test_signal_handlers_are_put_back(data_root: Path) -> None:
 def running(data_root: Path) -> Iterator[subprocess.Popen[str]]:
     """The toy stage in another process, in its first unit."""
     command = [sys.executable, str(ROOT / "tests" / "toy_stage.py"), "--config", str(TINY)]
-    environment = {**os.environ, "TOY_SLEEP": "60", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TOY_SLEEP": "600", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (data_root / "tiny" / "01_toy" / "progress.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     yield process

@@ -247,7 +247,7 @@ def test_an_interrupted_run_ends_with_the_bytes_of_a_whole_one(data_root: Path, 
     folder = data_root / "cut" / STAGE.name
     wait_for_shard(process, folder, 2)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 75)
     kept = {path: path.stat().st_mtime_ns for path in shards(folder)[:-1]}  # the last may not be on record yet
     assert 1 <= len(kept) < 5

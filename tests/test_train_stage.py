@@ -231,7 +231,7 @@ def test_leader_that_fails_alone_ends_with_its_followers(tmp_path: Path) -> None
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)]),
     }
     command = [sys.executable, str(tmp_path / "leader_leaves.py")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert ended.returncode == 3, ended.stderr
     message, follower = ended.stdout.splitlines()[0].rsplit(" ", 1)
     assert message == "only here"

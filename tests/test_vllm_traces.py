@@ -160,7 +160,7 @@ def test_finished_shards_do_not_change_when_vllm_is_killed(data_root: Path, targ
     while process.poll() is None and len(list(folder.glob("shard-*"))) < 2:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     listed = (folder / "progress.jsonl").read_text().splitlines()[1:]
     kept = {json.loads(line)["name"]: json.loads(line)["sha256"] for line in listed}
     assert 1 <= len(kept) < 6
