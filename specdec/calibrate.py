@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from specdec.controller import FixedK
 from specdec.lengths import Lengths
+from specdec.listeners import Listeners
 from specdec.lookup import LookupDrafter
 from specdec.request import Request, SamplingParams
 from specdec.stats import RoundStats
@@ -65,9 +66,9 @@ def _doubling(last: int) -> list[int]:
 @contextmanager
 def _rehearsal(engine: "Engine") -> Iterator[list[RoundStats]]:
     """Rounds that nobody outside hears of, and of which nothing stays; yields the list that the timed ones go to."""
-    names = ("_lengths", "_drafter", "_on_round", "_on_tokens", "_last_round", "_chunk", "stats")
+    names = ("_lengths", "_drafter", "_listeners", "_last_round", "_chunk", "stats")
     before = {name: getattr(engine, name) for name in names}
-    engine._on_round = engine._on_tokens = None
+    engine._listeners = Listeners()
     engine._chunk = max(engine._chunk, _CONTEXT)  # a prompt in one step: each step is then a round
     if isinstance(engine._drafter, LookupDrafter):
         stand_in = _LastToken()
@@ -82,15 +83,15 @@ def _rehearsal(engine: "Engine") -> Iterator[list[RoundStats]]:
 
 
 def _time(engine: "Engine", rounds: list[RoundStats], rows: int, k: int, repeats: int) -> None:
-    """`repeats` rounds of this shape after one to warm up. Rounds in which the draft had to catch up do not count, nor
-    those of a model whose rows end with an error at once."""
+    """`repeats` rounds of this shape after one to warm up. Rounds in which the draft had to catch up or a graph
+    was made do not count, nor those of a model whose rows end with an error at once."""
     engine._lengths = Lengths(k, engine.k_max)
     steady = 0
     for _ in range(3 * (repeats + 1)):
         _top_up(engine, rows)
         engine.step()
         last = engine._last_round
-        if last is None or (last.rows, last.k) != (rows, k) or last.caught_up:
+        if last is None or (last.rows, last.k) != (rows, k) or last.caught_up or not last.timed:
             continue
         steady += 1
         if steady > 1:

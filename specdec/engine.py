@@ -8,7 +8,6 @@ yields the first new token like any other round. Everything data-dependent insid
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -16,13 +15,16 @@ from transformers import PreTrainedModel
 
 from specdec.block import verify_block
 from specdec.calibrate import calibrate
-from specdec.drafter import Drafter, ModelDrafter, no_proposal
+from specdec.capture import CaptureStats
+from specdec.drafter import Drafter, ModelDrafter
 from specdec.feed import feed
+from specdec.graphs import GraphRounds
 from specdec.lengths import DraftLength, Lengths
+from specdec.listeners import Listeners
 from specdec.model import CachedModel
 from specdec.report import RowReport, read_report, round_stats
 from specdec.request import Completion, Request
-from specdec.round import decide, score
+from specdec.round import EagerRounds
 from specdec.sampling import verify_drafts
 from specdec.slots import Slot
 from specdec.state import RowState, features_of
@@ -63,6 +65,7 @@ class Engine:
         prefill_chunk: int = 512,
         top_logprobs: int = 0,
         rule: str = "token",
+        graphs: bool = False,
         on_round: Callable[[RoundStats], None] | None = None,
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
@@ -84,8 +87,11 @@ class Engine:
             self._drafter = ModelDrafter(draft) if isinstance(draft, PreTrainedModel) else draft
             self._drafter.attach(self._target, num_slots, buffer)
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
-        self._rule = _RULES[rule]
-        self._on_round, self._on_tokens = on_round, on_tokens
+        eager = EagerRounds(self._target, top_logprobs, _RULES[rule])
+        self._rounds: EagerRounds | GraphRounds = eager
+        if graphs:
+            self._rounds = GraphRounds(eager, self._target, num_slots=num_slots, k_max=self.k_max)
+        self._listeners = Listeners(on_round=on_round, on_tokens=on_tokens)
         self._state = RowState.empty(num_slots, buffer, self._target.device)
         self._slots: list[Slot | None] = [None] * num_slots
         self._ragged = False
@@ -104,6 +110,11 @@ class Engine:
     def room(self) -> int:
         """The most tokens (prompt and output) that one request may have."""
         return min(self.capacity, self._target.max_positions)
+
+    @property
+    def captured(self) -> CaptureStats | None:
+        """Graphs made so far and what they cost; None without `graphs`."""
+        return self._rounds.stats if isinstance(self._rounds, GraphRounds) else None
 
     @property
     def has_work(self) -> bool:
@@ -241,24 +252,20 @@ class Engine:
         k = max(lengths)
         timer = PhaseTimer(self._target.device)
         self._set_quotas(slots, lengths)
-        state = self._state.head(slots[-1].row + 1)
+        state, captures = self._state.head(self._rounds.rows(slots[-1].row + 1)), self._rounds.captures
         features = features_of([slot.request.params for slot in slots])
         live = max(slot.length for slot in slots) + k
         drafter = self._drafter if k > 0 else None
         drafting = [slot for slot, own in zip(slots, lengths, strict=True) if own > 0]
         caught_up = drafter.prepare(drafting, k, self._chunk) if drafter else 0
-        proposal = drafter.propose(state, k, features, live) if drafter else no_proposal(state)
+        proposal = self._rounds.propose(drafter, state, k, features, live)
         asked, k = k, proposal.drafts_BK.shape[1]
         if k > asked:  # the target would verify them without seeing all that is before them
             raise ValueError(f"the drafter proposed {k} tokens a row where {asked} were asked for; expected no more")
         lengths = [min(own, k) for own in lengths]
         timer.mark("draft")
-        logits_BJV = score(state, self._target, proposal, live)
-        timer.mark("verify")
         try:
-            packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs, self._rule)
-            if self._drafter is not None:
-                self._drafter.roll_back(state)
+            packed = self._rounds.settle(self._drafter, state, proposal, features, live, timer)
             reports = read_report(packed.cpu(), [slot.row for slot in slots], k, self._top_logprobs)
         except BaseException:  # Ctrl-C too: the device may have committed what the host will never read
             for slot in slots:
@@ -266,10 +273,11 @@ class Engine:
             raise
         first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         lags = self._finish_round(slots, reports, lengths)
-        stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, seconds=timer.finish())
+        timed = self._rounds.captures == captures
+        stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, timed=timed, seconds=timer.finish())
         self._last_round, self.stats = stats, self.stats + stats.acceptance
         self._lengths.inform(stats, slots, reports, lengths, lags)
-        self._notify(slots, reports, stats)
+        self._listeners.tell(slots, reports, stats)
         if first_bad:
             warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
 
@@ -294,24 +302,6 @@ class Engine:
             self._target.cache.clear_rows([slot.row])
         if self._drafter is not None:
             self._drafter.release(slot)
-
-    def _notify(self, slots: list[Slot], reports: list[RowReport], stats: RoundStats) -> None:
-        """Call whoever listens. The round is complete by now, and every listener hears of it before one's error
-        goes on."""
-        calls: list[Callable[[], None]] = []
-        if self._on_tokens is not None:
-            told = [(slot.ticket, r.token_ids, r.accepted) for slot, r in zip(slots, reports, strict=True)]
-            calls += [partial(self._on_tokens, *each) for each in told if each[1]]
-        if self._on_round is not None:
-            calls.append(partial(self._on_round, stats))
-        errors = []
-        for call in calls:
-            try:
-                call()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -24,7 +24,11 @@ class CachedModel:
     Works on a private copy of the module tree that shares the weights: the caller's model and config, which hold
     the choice of attention, stay as they are. Raises ValueError for an architecture whose attention or cache
     cannot be replaced.
+
+    reads_live_only: attention reads each row's own tokens, however many slots the plan allows (`Plan.live`).
     """
+
+    reads_live_only = False
 
     def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int) -> None:
         self.config = model.config.get_text_config(decoder=True)

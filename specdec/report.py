@@ -40,7 +40,13 @@ class RowReport:
 
 
 def round_stats(
-    reports: Sequence[RowReport], *, asked: int, k: int, caught_up: int, seconds: Mapping[str, float]
+    reports: Sequence[RowReport],
+    *,
+    asked: int,
+    k: int,
+    caught_up: int,
+    timed: bool = True,
+    seconds: Mapping[str, float],
 ) -> RoundStats:
     """The round over all its rows; seconds: of its "draft", "verify" and in "total"."""
     return RoundStats(
@@ -53,6 +59,7 @@ def round_stats(
         accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
         lacking=tuple(sum(r.lacking for r in reports if r.reached == i) for i in range(k)),
         caught_up=caught_up,
+        timed=timed,
         draft_s=seconds["draft"] if k > 0 else 0.0,
         verify_s=seconds["verify"],
         total_s=seconds["total"],

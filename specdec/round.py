@@ -11,13 +11,53 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.drafter import Proposal, last_tokens
+from specdec.drafter import Drafter, Proposal, last_tokens, no_proposal
 from specdec.model import CachedModel
 from specdec.rng import Purpose, uniforms
 from specdec.sampling import Features, constrain_logits, law_of, verify_drafts, verify_drafts_greedy
 from specdec.state import RowState
+from specdec.timing import PhaseTimer
 
 Rule = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class EagerRounds:
+    """The inside of a round, one kernel launched after the other; `specdec.graphs` replays it instead.
+
+    captures: how many graphs were made so far (a round that made one says nothing about its cost).
+    """
+
+    captures = 0
+
+    def __init__(self, target: CachedModel, top_logprobs: int, rule: Rule) -> None:
+        self._target, self._top_logprobs, self._rule = target, top_logprobs, rule
+
+    def rows(self, used: int) -> int:
+        """How many of the first rows a round works on when the last one decoding is number `used`."""
+        return used
+
+    def propose(self, drafter: Drafter | None, state: RowState, k: int, features: Features, live: int) -> Proposal:
+        """Up to k drafts for each row."""
+        return drafter.propose(state, k, features, live) if drafter else no_proposal(state)
+
+    def settle(
+        self,
+        drafter: Drafter | None,
+        state: RowState,
+        proposal: Proposal,
+        features: Features,
+        live: int | None,
+        timer: PhaseTimer | None = None,
+    ) -> Tensor:
+        """Verify, apply the rule, commit, roll both caches back; the packed report. timer: told when the target's
+        forward ends."""
+        logits_BJV = score(state, self._target, proposal, live)
+        if timer is not None:
+            timer.mark("verify")
+        packed = decide(state, self._target, proposal, logits_BJV, features, self._top_logprobs, self._rule)
+        if drafter is not None:
+            drafter.roll_back(state)
+        return packed
 
 
 def score(state: RowState, target: CachedModel, proposal: Proposal, live: int | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.request import Request, SamplingParams
 from specdec.sampling import Features, LawParams
 
+_STOP_IDS = 4  # of a row, until a request has more: widening makes a new tensor, and with it new graphs
 _FLOATS = {
     "temperature_B": "temperature",
     "top_p_B": "top_p",
@@ -42,7 +43,7 @@ class RowState:
             return torch.zeros(num_slots, dtype=dtype, device=device)
 
         law = {name: zeros(torch.float64) for name in _FLOATS}
-        no_stop = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
+        no_stop = torch.full((num_slots, _STOP_IDS), -1, dtype=torch.int64, device=device)
         return cls(
             tokens_BT=torch.zeros(num_slots, capacity + 1, dtype=torch.int64, device=device),
             lengths_B=zeros(),

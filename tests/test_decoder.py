@@ -24,6 +24,7 @@ from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Generation, NgramDrafter, SpecDecoder, SuffixDrafter
 from specdec.__main__ import main
 from specdec.controller import Adaptive
+from specdec.listeners import Listeners
 from specdec.pruned import prune_head, save_pruned
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,7 @@ def test_pieces_know_which_tokens_were_drafted(target, draft, decoder) -> None:
     assert 0 < drafted <= sum(stats.accepted)
     assert any(not piece.drafted for piece in pieces)
     rounds: list[tuple[list[int], int]] = []
-    decoder.engine._on_tokens = lambda ticket, ids, accepted: rounds.append((ids, accepted))
+    decoder.engine._listeners = Listeners(on_tokens=lambda ticket, ids, accepted: rounds.append((ids, accepted)))
     decoder.engine.generate([])
     decoder.stream(PROMPTS[0], max_tokens=60).result()
     assert sum(accepted for _, accepted in rounds) == sum(stats.accepted) > 0
@@ -165,12 +166,12 @@ def test_cancelling_within_a_callback_and_while_waiting(target, draft) -> None:
     assert (len(queued.result().token_ids), occupied(decoder)) == (0, 0)
     waiting.clear()
     decoder = SpecDecoder(target, TOKENIZER, NgramDrafter(), num_slots=1, capacity=128)
-    stream, take = decoder.stream(PROMPTS[0], max_tokens=100), decoder.engine._on_tokens
+    stream, listeners = decoder.stream(PROMPTS[0], max_tokens=100), decoder.engine._listeners
     # Amid a round, as garbage collection may: the row would be released twice.
-    decoder.engine._on_tokens = lambda *tokens: (take(*tokens), stream.cancel())
+    decoder.engine._listeners = Listeners(on_tokens=lambda *tokens: (decoder._on_tokens(*tokens), stream.cancel()))
     assert stream.result().finish_reason == "cancelled"
     assert len(stream.result().token_ids) < 9
-    decoder.engine._on_tokens = take
+    decoder.engine._listeners = listeners
     assert texts(decoder.generate(PROMPTS[0], max_tokens=9))[0]
 
 
