@@ -20,6 +20,7 @@ from specdec.sampling import Features, constrain_logits, law_of, sample
 from specdec.slots import Slot
 from specdec.state import RowState
 from specdec.vocab import VocabularyMap
+from specdec.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +99,18 @@ class ModelDrafter:
         refuse_second_engine(self, "_held")
         if self._source.device != target.device:
             raise ValueError(f"target is on {target.device}, draft on {self._source.device}; expected one device")
-        self.model = CachedModel(self._source, num_rows=num_slots, capacity=capacity)
-        if self.vocabulary is None:
-            check_same_vocabulary(target.vocab_size, self.model.vocab_size)
-        else:
-            self.vocabulary.check(target.vocab_size, self.model.vocab_size)
-            self.vocabulary = self.vocabulary.to(target.device)
+        self.build(target.vocab_size, num_slots, capacity)
         self._held = [0] * num_slots  # the host's copy of the cache's lengths
+
+    def build(self, target_size: int, num_rows: int, capacity: int, window: Window | None = None) -> None:
+        """Make the cache, for a target with `target_size` output ids; ValueError when the vocabularies do not match.
+        What `attach` does, and enough for a caller that feeds the rows itself and then calls `propose`."""
+        self.model = CachedModel(self._source, num_rows=num_rows, capacity=capacity, window=window)
+        if self.vocabulary is None:
+            check_same_vocabulary(target_size, self.model.vocab_size)
+        else:
+            self.vocabulary.check(target_size, self.model.vocab_size)
+            self.vocabulary = self.vocabulary.to(self.model.device)
 
     def admit(self, slots: Sequence[Slot]) -> None:
         rows = [slot.row for slot in slots]

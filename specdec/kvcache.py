@@ -108,8 +108,12 @@ class RaggedCache:
         positions_Bq = start_B.unsqueeze(1) + column_q
         real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0) & (positions_Bq < self._max_positions)
         self.lengths_B[rows] = torch.where(num_new_B > 0, start_B + num_new_B, self.lengths_B[rows])
+        return self._place(positions_Bq.masked_fill(~real_Bq, 0), real_Bq, rows, live)
+
+    def _place(self, positions_Bq: Tensor, real_Bq: Tensor, rows: slice | Tensor, live: int | None) -> Plan:
+        """The slots of these positions (0 for padding)."""
         return Plan(
-            positions_Bq=positions_Bq.masked_fill(~real_Bq, 0),
+            positions_Bq=positions_Bq,
             slots_Bq=positions_Bq.masked_fill(~real_Bq, self.capacity),
             rows=rows,
             live=self.capacity if live is None else live,
@@ -129,6 +133,13 @@ class RaggedCache:
             _scatter(buffer, plan, new)
         return _live(layer[0], plan), _live(layer[1], plan)
 
+    def copy_row(self, source: int, to: int) -> None:
+        """Row `to` becomes what row `source` is."""
+        for pair in self.layers.values():
+            for buffer in pair:
+                buffer[to].copy_(buffer[source])
+        self.lengths_B[to].copy_(self.lengths_B[source])
+
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows whose contents may be NaN (a NaN behind the mask would still leak: 0 * NaN is NaN)."""
         for pair in self.layers.values():
@@ -142,4 +153,5 @@ def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:
 
 
 def _live(buffer_BHCD: Tensor, plan: Plan) -> Tensor:
-    return buffer_BHCD[plan.rows].narrow(2, 0, plan.live)
+    # Narrowed first: rows given by indices are copied, and only what is read should be.
+    return buffer_BHCD.narrow(2, 0, plan.live)[plan.rows]

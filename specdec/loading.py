@@ -43,24 +43,35 @@ def load_draft(
     if isinstance(source, str) and source in _WITHOUT_MODEL:
         return _WITHOUT_MODEL[source]()
     if isinstance(source, PreTrainedModel):
-        return _model_drafter(source, draft_tokenizer, target, tokenizer)
+        return _model_drafter(source, draft_tokenizer, _size(target), tokenizer)
     if not isinstance(source, str | PathLike):
         return source
+    return load_model_draft(
+        source, draft_tokenizer, target_size=_size(target), tokenizer=tokenizer, dtype=dtype, device=target.device
+    )
+
+
+def load_model_draft(
+    source: Source, draft_tokenizer: Any = None, *, target_size: int, tokenizer: Any, dtype: Any, device: Any
+) -> ModelDrafter:
+    """The drafter of a folder or hub id for a target with `target_size` output ids, which `tokenizer` made; None where
+    nobody knows: as many ids then mean the same ones."""
     if is_pruned(source):
-        return load_pruned(source, target_size=_size(target), dtype=dtype, device=target.device)
-    model = _model(source, dtype, target.device)
-    return _model_drafter(model, draft_tokenizer or _tokenizer(source), target, tokenizer)
+        return load_pruned(source, target_size=target_size, dtype=dtype, device=device)
+    model = _model(source, dtype, device)
+    return _model_drafter(model, draft_tokenizer or _tokenizer(source), target_size, tokenizer)
 
 
-def _model_drafter(model: PreTrainedModel, draft_tokenizer: Any, target: PreTrainedModel, tokenizer: Any) -> Drafter:
-    target_size, draft_size = _size(target), _size(model)
-    same = draft_tokenizer is None or draft_tokenizer.get_vocab() == tokenizer.get_vocab()
-    if target_size == draft_size and same:
+def _model_drafter(model: PreTrainedModel, draft_tokenizer: Any, target_size: int, tokenizer: Any) -> ModelDrafter:
+    draft_size = _size(model)
+    known = draft_tokenizer is not None and tokenizer is not None
+    if target_size == draft_size and not (known and draft_tokenizer.get_vocab() != tokenizer.get_vocab()):
         return ModelDrafter(model)
-    if draft_tokenizer is None:
+    if not known:
         raise ValueError(
-            f"vocabularies differ (target {target_size} tokens, draft {draft_size}) and the draft has no tokenizer; "
-            f"expected one, to find the tokens that both have: put it beside the model, or pass draft_tokenizer=..."
+            f"vocabularies differ (target {target_size} tokens, draft {draft_size}) and one of the two has no "
+            f"tokenizer; expected both, to find the tokens that both have: put it beside the model, or pass "
+            f"draft_tokenizer=..."
         )
     vocabulary = intersection_map(tokenizer, draft_tokenizer, target_size=target_size, draft_size=draft_size)
     message = "the draft has another vocabulary: it proposes the %d of the target's %d tokens that both have"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention import NAME
 from specdec.kvcache import Plan, RaggedCache
+from specdec.window import Window, WindowCache
 
 # Two ways to compute one forward: rounding differs, a missing feature (a bias, a sink, another mask) shows. In half
 # precision rounding grows with depth (measured on SmolLM2-135M in bfloat16: 0.007 after two layers, 0.25 at the
@@ -19,7 +20,7 @@ _SELF_CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat1
 
 
 class CachedModel:
-    """One model and its ragged cache for `num_rows` rows of `capacity` tokens.
+    """One model and its ragged cache for `num_rows` rows of `capacity` tokens; with a `window`, of any length.
 
     Works on a private copy of the module tree that shares the weights: the caller's model and config, which hold
     the choice of attention, stay as they are. Raises ValueError for an architecture whose attention or cache
@@ -30,7 +31,7 @@ class CachedModel:
 
     reads_live_only = False
 
-    def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, window: Window | None = None) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = max_positions_of(self.config)
@@ -39,13 +40,12 @@ class CachedModel:
         fuse_norms(self.module)
         shapes = _probe_layers(self.module, self.device)
         self._check_against_reference(model, shapes)
-        self.cache = RaggedCache(
-            shapes,
-            num_rows=num_rows,
-            capacity=capacity,
-            dtype=self.dtype,
-            device=self.device,
-            max_positions=self.max_positions,
+        options: dict[str, Any] = {"num_rows": num_rows, "dtype": self.dtype, "device": self.device}
+        options["max_positions"] = self.max_positions
+        self.cache = (
+            RaggedCache(shapes, capacity=capacity, **options)
+            if window is None
+            else WindowCache(shapes, window=window, **options)
         )
 
     def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:

@@ -113,6 +113,25 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         engine_config(folders, **options)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tensor_parallel_size": 2}, r"specdec\.draft is own with tensor_parallel_size 2: expected 1"),
+        ({"enable_prompt_embeds": True}, r"own with enable_prompt_embeds: leave it out"),
+        (
+            {"speculative": {"method": "ngram", "model": None, "prompt_lookup_max": 3}},
+            r"own with method ngram: expected draft_model; or pass draft: vllm",
+        ),
+        ({"speculative": {"model": "nowhere/at-all"}}, r"nowhere/at-all"),
+    ],
+)
+def test_what_the_own_draft_cannot_do_is_refused(
+    folders: SimpleNamespace, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        engine_config(folders, additional_config={"specdec": {"draft": "own"}}, **options)
+
+
 def test_model_runner_v1_is_selected_where_v2_would_be(
     monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:

@@ -47,11 +47,29 @@ def test_a_pair_that_goes_together(
     assert json.loads(command[-1]) == {"specdec": {"controller": "adaptive"}}
 
 
+def test_the_own_drafts_memory_is_shown(pair: list[str], capsys: pytest.CaptureFixture) -> None:
+    """1,024 bytes a token; 64 rows of 100 + 4 tokens and 136 more for pieces and drafts, one slot for padding; texts
+    of 8 bytes a token."""
+    (Path(pair[3]) / "model.safetensors").write_bytes(b"0" * 2**24)
+    options = ["--own", "--window", "100", "--max-model-len", "1000"]
+    assert main([*pair, *options]) == int(doctor.version_finding().level == "error")
+    text = capsys.readouterr().out
+    nbytes = 64 * ((100 + 4 + 136 + 1) * 1024 + 1002 * 8)
+    assert f"its own cache of {nbytes / 2**30:.2f} GiB (64 rows of 240 tokens, 1,024 bytes each)" in text
+    assert "weights of 0.02 GiB" in text
+    command = shlex.split(text.splitlines()[-1])
+    settings = json.loads(command[command.index("--additional-config") + 1])
+    assert settings == {"specdec": {"controller": "adaptive", "draft": "own", "window": 100}}
+    assert command[-4:] == ["--max-num-seqs", "64", "--max-model-len", "1000"]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--k-max", "0"], r"--k-max 0 --cache-gib 10; expected positive numbers"),
-        (["--cache-gib", "-1"], r"--cache-gib -1; expected positive"),
+        (["--own", "--window", "0"], r"specdec.window is 0; expected a whole number from 1 on"),
+        (["--window", "5"], r"specdec.window has no effect without draft: own"),
+        (["--k-max", "0"], r"--k-max 0 --cache-gib 10 --max-num-seqs 64; expected positive numbers"),
+        (["--cache-gib", "-1"], r"--cache-gib -1 --max-num-seqs 64; expected positive"),
         (["--draft", "nowhere/at-all"], r"nowhere/at-all: no model with a configuration there"),
     ],
 )
@@ -72,7 +90,7 @@ def test_vocabularies() -> None:
     small = replace(DRAFT, vocabulary=256)
     assert vocabulary_finding(TARGET, small).level == "warning"
     assert "use_heterogeneous_vocab" in vocabulary_finding(TARGET, small).text
-    assert '"use_heterogeneous_vocab": true' in doctor.serve_command(TARGET, small, 4)
+    assert '"use_heterogeneous_vocab": true' in doctor.serve_command(TARGET, small, doctor.Plan())
     reads: Any = SimpleNamespace(encode=lambda text: [1, 2, 3])
     reads_otherwise: Any = SimpleNamespace(encode=lambda text: [3, 2, 1])
     known = replace(TARGET, tokenizer=reads)

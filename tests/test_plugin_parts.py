@@ -60,11 +60,11 @@ def test_a_law_moves_to_the_targets_ids() -> None:
 def test_drafts_beyond_the_drafts_context_are_dropped() -> None:
     """Context 10: the token at position 9 may still be fed. Row 0 is far away, row 1 can make one draft, row 2 none."""
     ids_Bk, laws_BkV = torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.full((3, 2, 7), 1 / 7)
-    kept, laws = drop_beyond(ids_Bk, laws_BkV, torch.tensor([4, 9, 10]), limit=10)
+    kept, laws = drop_beyond(ids_Bk, laws_BkV, 10 - torch.tensor([4, 9, 10]))
     assert kept.tolist() == [[1, 2], [3, -1], [-1, -1]]
     assert laws is not None
     assert laws.sum(-1).round().tolist() == [[1, 1], [1, 0], [0, 0]]
-    assert drop_beyond(ids_Bk, None, torch.tensor([4, 9, 10]), limit=10)[1] is None
+    assert drop_beyond(ids_Bk, None, 10 - torch.tensor([4, 9, 10]))[1] is None
     assert without_dropped(kept.tolist()) == [[1, 2], [3], []]
 
 

@@ -17,6 +17,14 @@ def test_defaults_follow_num_speculative_tokens() -> None:
     assert read_settings({"specdec": {"k_max": 4}}, 6).k_max == 4
 
 
+def test_the_own_draft_sees_everything_or_a_window() -> None:
+    own = read_settings({"specdec": {"draft": "own"}}, 6)
+    assert (own.draft, own.window) == ("own", 0)
+    seeing = read_settings({"specdec": {"draft": "own", "window": 64}}, 6)
+    assert (seeing.window, seeing.sinks) == (64, 4)
+    assert read_settings({"specdec": {"draft": "own", "window": 64, "sinks": 0}}, 6).sinks == 0
+
+
 def test_each_controller_gets_its_own_settings() -> None:
     fixed = read_settings({"specdec": {"controller": "fixed", "k": 0}}, 6).make_controller()
     assert isinstance(fixed, FixedK)
@@ -49,6 +57,15 @@ def test_each_controller_gets_its_own_settings() -> None:
         ({"exploration": 2}, r"exploration is 2; expected a number from 0 to 0\.2"),
         ({"log_interval_s": "10"}, r"log_interval_s is '10'; expected a number from 0 on"),
         ({"decay": float("nan")}, r"decay is nan"),
+        ({"draft": "ours"}, r"specdec\.draft is 'ours'; expected one of: vllm, own"),
+        ({"window": 5}, r"specdec\.window has no effect without draft: own"),
+        ({"draft": "own", "sinks": 5}, r"specdec\.sinks has no effect without window"),
+        (
+            {"draft": "own", "window": 0},
+            r"window is 0; expected a whole number from 1 on; leave it out",
+        ),
+        ({"draft": "own", "window": 8, "sinks": -1}, r"sinks is -1; expected a whole number from 0 on"),
+        ({"draft": "own", "window": 8.5}, r"window is 8\.5; expected a whole number"),
         (["adaptive"], r"specdec is \['adaptive'\]; expected an object with some of: controller"),
     ],
 )
@@ -68,3 +85,19 @@ def test_a_mistake_is_told_before_the_model_is_loaded(plugin_log: pytest.LogCapt
     assert "that of eagle stays vLLM's" in plugin_log.text
     check(SimpleNamespace(speculative_config=None, additional_config={"specdec": {"k_max": 4}}))
     assert "nothing to do without a speculative config" in plugin_log.text
+
+
+def test_the_own_draft_needs_model_runner_v1() -> None:
+    """As on a GPU with VLLM_USE_V2_MODEL_RUNNER=1; on a CPU vLLM itself refuses V2."""
+    speculative = SimpleNamespace(method="draft_model", num_speculative_tokens=3, parallel_drafting=False)
+    made = SimpleNamespace(
+        speculative_config=speculative,
+        additional_config={"specdec": {"draft": "own"}},
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        model_config=SimpleNamespace(is_multimodal_model=False, enable_prompt_embeds=False),
+        use_v2_model_runner=True,
+    )
+    with pytest.raises(ValueError, match=r"draft is own with VLLM_USE_V2_MODEL_RUNNER=1: unset it"):
+        check(made)
+    made.use_v2_model_runner = False
+    check(made)

@@ -17,12 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# the controller with its parts, and the record of a round that it takes
-CONTROLLER = (*(f"specdec.{path.stem}" for path in (ROOT / "specdec").glob("controller*.py")), "specdec.stats")
 ALLOWED_IMPORTS = {
     "pipeline": (),
     "specdec": (),
-    "vllm_draft_spec": CONTROLLER,
+    "vllm_draft_spec": ("specdec",),
     "data": ("pipeline", "specdec"),
     "slurm": ("pipeline",),
     "train": ("pipeline", "specdec", "data.common", "data.shards", "data.filtered", "data.scoring"),
@@ -87,7 +85,7 @@ def forbidden_imports(source: str, package: str) -> set[str]:
         ("bench", "from data import shards", {"data.shards"}),
         ("data", "from bench.tables import read", {"bench.tables.read"}),
         ("train", "from data.filtered import iter_rows\nfrom data.filter import body", {"data.filter.body"}),
-        ("vllm_draft_spec", "from specdec.controller import Adaptive\nimport specdec.engine", {"specdec.engine"}),
+        ("vllm_draft_spec", "from specdec.controller import Adaptive\nimport bench.tables", {"bench.tables"}),
     ],
 )
 def test_import_rule_sees_every_form_of_import(package: str, source: str, expected: set[str]) -> None:
@@ -102,6 +100,22 @@ def test_import_directions() -> None:
         for name in sorted(forbidden_imports(path.read_text(encoding="utf-8"), package))
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_the_plugin_imports_the_engine_only_when_it_is_to_run_the_draft() -> None:
+    """Beyond the controller, which is plain Python: own_draft imports specdec's models, own_proposer imports own_draft,
+    and nobody imports own_proposer at a module's top."""
+    eager: dict[str, set[str]] = {}
+    for path in (ROOT / "vllm_draft_spec").glob("*.py"):
+        top = ast.parse(path.read_text(encoding="utf-8")).body
+        eager[path.stem] = {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+    light = re.compile(r"specdec\.(controller\w*|stats)$")
+    engine = {
+        name for name, found in eager.items() if any(re.match("specdec", m) and not light.match(m) for m in found)
+    }
+    assert engine == {"own_draft"}
+    for module, users in (("own_draft", {"own_proposer"}), ("own_proposer", set())):
+        assert {name for name, found in eager.items() if f"vllm_draft_spec.{module}" in found} == users
 
 
 def test_modules_and_functions_stay_short() -> None:

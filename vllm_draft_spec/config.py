@@ -9,7 +9,7 @@ import logging
 import os
 from typing import Any
 
-from vllm_draft_spec.settings import read_settings
+from vllm_draft_spec.settings import OWN, SECTION, read_settings
 from vllm_draft_spec.versions import Anchor
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
@@ -44,7 +44,9 @@ def check(vllm_config: Any) -> None:
         logger.warning("vllm_draft_spec has nothing to do without a speculative config")
         return
     # The scheduler reads them in the engine's process, when the model is loaded: a mistake should be told before.
-    read_settings(vllm_config.additional_config, speculative.num_speculative_tokens)
+    settings = read_settings(vllm_config.additional_config, speculative.num_speculative_tokens)
+    if settings.draft == OWN:
+        check_own(vllm_config)
     if not served(speculative):
         logger.warning(
             "vllm_draft_spec has a proposer for method %s only; that of %s stays vLLM's", METHOD, speculative.method
@@ -62,6 +64,22 @@ def check(vllm_config: Any) -> None:
             "cannot save the draft's time there; unset it",
             V2_SWITCH,
         )
+
+
+def check_own(vllm_config: Any) -> None:
+    """ValueError where the plugin cannot run the draft model itself."""
+    speculative, model, parallel = vllm_config.speculative_config, vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    for wrong, found, way_out in (
+        (not served(speculative), f"method {speculative.method}", f"expected {METHOD}"),
+        (ranks > 1, f"tensor_parallel_size {ranks}", "expected 1: ranks that drafted by themselves might differ"),
+        (vllm_config.use_v2_model_runner, f"{V2_SWITCH}=1", "unset it: model runner V1 is needed"),
+        (speculative.parallel_drafting, "parallel_drafting", "leave it out: the draft is one that drafts step by step"),
+        (model.is_multimodal_model, "a multimodal target", "expected one that reads text alone"),
+        (model.enable_prompt_embeds, "enable_prompt_embeds", "leave it out: the draft reads token ids"),
+    ):
+        if wrong:
+            raise ValueError(f"{SECTION}.draft is {OWN} with {found}: {way_out}; or pass draft: vllm")
 
 
 def create_speculative_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,16 +12,17 @@ import importlib.metadata
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vllm_draft_spec import SWITCH
-from vllm_draft_spec.settings import SECTION
+from vllm_draft_spec.memory import GIB, cache_size, kv_numbers
+from vllm_draft_spec.settings import OWN, SECTION, Settings, read_settings
 from vllm_draft_spec.versions import SUPPORTED, minor
 
-GIB = 2**30
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 COMPARED_TEXT = "Ein Satz, um 12:30 Uhr: def f(x): return x ** 2  # naïve 你好\n"
 
@@ -37,13 +38,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the report needs to know of a model; kv_bytes: keys and values of one token."""
+    """What the report needs to know of a model; kv_bytes: keys and values of one token; config: transformers'."""
 
     name: str
     vocabulary: int
     context: int
     kv_bytes: int
     tokenizer: Any = None
+    config: Any = None
 
     @classmethod
     def load(cls, name: str) -> Model:
@@ -64,23 +66,65 @@ class Model:
             context=config.max_position_embeddings,
             kv_bytes=kv_bytes(config),
             tokenizer=tokenizer,
+            config=config,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How it is to be served. given: the plugin's settings beside the controller, as they are typed."""
+
+    k_max: int = 6
+    cache_gib: float = 10.0
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own(self) -> bool:
+        return self.settings.draft == OWN
+
+    @property
+    def settings(self) -> Settings:
+        return read_settings({SECTION: self.given}, self.k_max)
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Plan:
+        """ValueError for what cannot be served so."""
+        numbers = (given.k_max, given.cache_gib, given.max_num_seqs, given.max_model_len or 1)
+        if min(numbers) <= 0:
+            raise ValueError(
+                f"--k-max {given.k_max} --cache-gib {given.cache_gib:g} --max-num-seqs {given.max_num_seqs}"
+                f"{f' --max-model-len {given.max_model_len}' if given.max_model_len else ''}; expected positive numbers"
+            )
+        settings = {"draft": OWN} if given.own else {}
+        settings |= {name: value for name in ("window", "sinks") if (value := getattr(given, name)) is not None}
+        plan = cls(
+            k_max=given.k_max,
+            cache_gib=given.cache_gib,
+            max_num_seqs=given.max_num_seqs,
+            max_model_len=given.max_model_len,
+            given=settings,
+        )
+        read_settings({SECTION: settings}, given.k_max)
+        return plan
 
 
 def kv_bytes(config: Any) -> int:
     """Bytes of a token's keys and values in the model's own type; float32 counts as two bytes, as vLLM loads it."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    number = min(NUMBER_BYTES.get(str(config.dtype).removeprefix("torch."), 2), 2)
-    return 2 * config.num_hidden_layers * heads * size * number
+    return kv_numbers(config) * number_bytes(config)
 
 
-def examine(target: Model, draft: Model, cache_gib: float) -> list[Finding]:
+def number_bytes(config: Any) -> int:
+    return min(NUMBER_BYTES.get(str(config.dtype).removeprefix("torch."), 2), 2)
+
+
+def examine(target: Model, draft: Model, plan: Plan) -> list[Finding]:
     return [
         version_finding(),
         vocabulary_finding(target, draft),
         context_finding(target, draft),
-        cache_finding(target, draft, cache_gib),
+        own_finding(target, draft, plan) if plan.own else cache_finding(target, draft, plan.cache_gib),
     ]
 
 
@@ -138,34 +182,64 @@ def cache_finding(target: Model, draft: Model, cache_gib: float) -> Finding:
     return Finding(level="ok", about="KV cache", text=text)
 
 
-def serve_command(target: Model, draft: Model, k_max: int) -> str:
+def own_finding(target: Model, draft: Model, plan: Plan) -> Finding:
+    context = plan.max_model_len or target.context
+    size = cache_size(
+        plan.settings,
+        draft.config,
+        itemsize=number_bytes(target.config),
+        num_rows=plan.max_num_seqs,
+        max_tokens=context,
+    )
+    files = sum(path.stat().st_size for path in Path(draft.name).glob("*.safetensors"))
+    text = (
+        f"its own cache of {size.nbytes / GIB:.2f} GiB ({size.num_rows} rows of {size.slots:,} tokens, "
+        f"{size.kv_bytes:,} bytes each) and its weights{f' of {files / GIB:.2f} GiB' if files else ''} are taken from "
+        f"gpu_memory_utilization first; none of vLLM's KV cache"
+    )
+    return Finding(level="ok", about="own draft", text=text)
+
+
+def serve_command(target: Model, draft: Model, plan: Plan) -> str:
     """What to type."""
+    k_max = plan.k_max
     speculative: dict[str, object] = {"method": "draft_model", "model": draft.name, "num_speculative_tokens": k_max}
     if target.vocabulary != draft.vocabulary:
         speculative["use_heterogeneous_vocab"] = True
-    settings = json.dumps({SECTION: {"controller": "adaptive"}})
+    settings = json.dumps({SECTION: {"controller": "adaptive", **plan.given}})
     options = ["--speculative-config", json.dumps(speculative), "--additional-config", settings]
+    if plan.own:
+        options += ["--max-num-seqs", str(plan.max_num_seqs)]
+        options += ["--max-model-len", str(plan.max_model_len)] if plan.max_model_len else []
     return f"{SWITCH}=1 {shlex.join(['vllm', 'serve', target.name, *options])}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m vllm_draft_spec.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="a model's folder or name")
     parser.add_argument("--draft", required=True)
     parser.add_argument("--k-max", type=int, default=6, help="the longest draft, num_speculative_tokens (default 6)")
     parser.add_argument("--cache-gib", type=float, default=10.0, help="memory for the KV cache (default 10)")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--own", action="store_true", help="the plugin runs the draft, outside vLLM's KV cache")
+    parser.add_argument("--window", type=int, help="with --own: latest tokens that the draft attends to (default all)")
+    parser.add_argument("--sinks", type=int, help="with --window: first tokens that it attends to besides (default 4)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="with --own: most requests at a time (default 64)")
+    parser.add_argument("--max-model-len", type=int, help="with --own: longest text (default the target's context)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = arguments_of(arguments)
     try:
-        if given.k_max < 1 or given.cache_gib <= 0:
-            raise ValueError(f"--k-max {given.k_max} --cache-gib {given.cache_gib:g}; expected positive numbers")
+        plan = Plan.of(given)
         target, draft = Model.load(given.target), Model.load(given.draft)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    findings = examine(target, draft, given.cache_gib)
+    findings = examine(target, draft, plan)
     for finding in findings:
         print(f"{finding.level:8}{finding.about:12}{finding.text}")
-    print(f"\n{serve_command(target, draft, given.k_max)}")
+    print(f"\n{serve_command(target, draft, plan)}")
     return int(any(finding.level == "error" for finding in findings))
 
 

@@ -40,16 +40,17 @@ def in_target_vocabulary(probs_BD: torch.Tensor, draft_to_target_D: torch.Tensor
 
 
 def drop_beyond(
-    ids_Bk: torch.Tensor, probs_BkV: torch.Tensor | None, next_position_B: torch.Tensor, limit: int
+    ids_Bk: torch.Tensor, probs_BkV: torch.Tensor | None, room_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drafts that the draft model could not make become -1, with a law of all zeros: always rejected, and the token in
-    their place comes from the target's own law.
+    """Drafts that the draft model could not make, all but a row's first room_B, become -1, with a law of all zeros:
+    always rejected, and the token in their place comes from the target's own law.
 
-    The j-th draft (from 0) is made by feeding the token at next_position + j, which must be below `limit`. Whether a
-    draft is dropped depends on positions only, never on the token, so the output's law stays exact.
+    The j-th draft (from 0) is made by feeding the token at the next position + j, for which the model must have been
+    built. Whether a draft is dropped depends on what came before it, never on the token, so the output's law stays
+    exact.
     """
     steps_k = torch.arange(ids_Bk.shape[1], device=ids_Bk.device)
-    beyond_Bk = next_position_B[:, None] + steps_k >= limit
+    beyond_Bk = steps_k >= room_B[:, None]
     ids_Bk = ids_Bk.masked_fill(beyond_Bk, -1)
     return ids_Bk, None if probs_BkV is None else probs_BkV.masked_fill(beyond_Bk[:, :, None], 0.0)
 

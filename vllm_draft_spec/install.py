@@ -14,9 +14,9 @@ _state = {"done": False}
 
 def parts() -> tuple[ModuleType, ...]:
     """The modules with something to install: each has ANCHORS, checked first, and install(), called in this order."""
-    from vllm_draft_spec import config, metrics, proposer, runner, scheduler
+    from vllm_draft_spec import config, drafter, metrics, runner, scheduler
 
-    return config, proposer, runner, scheduler, metrics
+    return config, drafter, runner, scheduler, metrics
 
 
 def install() -> bool:

@@ -11,32 +11,21 @@ Shapes: B rows, R rows that owe tokens, N tokens they owe, k drafts, V target vo
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from vllm_draft_spec.drafter import MAX_LAG, PluginDrafter
 from vllm_draft_spec.drafting import drop_beyond, in_target_vocabulary, sample_draft
 from vllm_draft_spec.pending import Pending
-from vllm_draft_spec.versions import Anchor
-
-logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
-RUNNER = "vllm.v1.worker.gpu_model_runner"
-BASE = "vllm.v1.spec_decode.llm_base_proposer"
-DRAFTER = Anchor(module=RUNNER, name="DraftModelProposer", owner="vllm.v1.spec_decode.draft_model")
-# A row's gap is closed at the latest after this many tokens. The draft's work for them is the same whenever it is
-# done; in one forward it reads its weights once and not every step.
-MAX_LAG = 64
 
 
-class Proposer(DraftModelProposer):
-    """What vLLM's runner calls `drafter`."""
+class Proposer(PluginDrafter):
+    """vLLM runs the draft model, in its own KV cache."""
 
-    max_model_len: int
     _last_draft_probs: torch.Tensor | None
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
@@ -52,15 +41,7 @@ class Proposer(DraftModelProposer):
         # With data parallelism every rank must run the same forwards; a connector reads blocks at any time.
         alone = parallel.data_parallel_size == 1 and getattr(parallel, "decode_context_parallel_size", 1) == 1
         self.may_skip = alone and vllm_config.kv_transfer_config is None
-        draft_limit = self.draft_model_config.max_model_len
-        if draft_limit < self.max_model_len:
-            logger.warning(
-                "The draft's context ends at %d tokens, the target's at %d: a request draws no drafts beyond %d.",
-                draft_limit,
-                self.max_model_len,
-                draft_limit,
-            )
-            self.max_model_len = draft_limit  # where the base class ends slots and positions
+        self.max_model_len = self._say_if_shorter()  # where the base class ends slots and positions
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
@@ -81,9 +62,8 @@ class Proposer(DraftModelProposer):
         self._certain_B = self._under_grammar() if self._enable_probabilistic_draft_probs else None
         ids_Bk = super().propose(num_speculative_tokens=k, **kwargs)
         if self._near_limit:
-            ids_Bk, self._last_draft_probs = drop_beyond(
-                ids_Bk, self._last_draft_probs, next_position_B, self.max_model_len
-            )
+            room_B = self.max_model_len - next_position_B
+            ids_Bk, self._last_draft_probs = drop_beyond(ids_Bk, self._last_draft_probs, room_B)
         return ids_Bk
 
     def set_inputs_first_pass(self, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
@@ -188,29 +168,3 @@ class Proposer(DraftModelProposer):
             ids_B = mapping.map_draft_to_target_ids(ids_B)
             probs = in_target_vocabulary(probs, mapping.draft_to_target_ids, mapping.target_vocab_size)
         return ids_B, probs
-
-    def _under_grammar(self) -> torch.Tensor | None:
-        """Rows under a grammar, bool [B]. vLLM drops a draft that the grammar forbids after it was drawn; that leaves
-        the law as it was only where nothing else could have been drawn."""
-        batch = self.runner.input_batch
-        under_grammar = [
-            (params := self.runner.requests[name].sampling_params) is not None and params.structured_outputs is not None
-            for name in batch.req_ids
-        ]
-        return torch.tensor(under_grammar, device=self.device) if any(under_grammar) else None
-
-
-ANCHORS = (
-    DRAFTER,
-    Anchor(module=BASE, name="SpecDecodeBaseProposer.propose", parameters=("num_speculative_tokens",)),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer.set_inputs_first_pass", parameters=("num_rejected_tokens_gpu",)),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer._sample_draft_tokens", parameters=("sampling_metadata",)),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata"),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer.build_model_inputs_first_pass"),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer._determine_batch_execution_and_padding"),
-    Anchor(module=BASE, name="SpecDecodeBaseProposer._get_slot_mapping", parameters=("num_tokens", "slot_mapping")),
-)
-
-
-def install() -> None:
-    DRAFTER.replace(Proposer)

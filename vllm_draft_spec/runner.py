@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_draft_spec import patches
+from vllm_draft_spec.drafter import RUNNER, PluginDrafter
 from vllm_draft_spec.drafting import without_dropped
 from vllm_draft_spec.laws import Laws, without_drafts
-from vllm_draft_spec.proposer import RUNNER, Proposer
 from vllm_draft_spec.timing import StepClock
 from vllm_draft_spec.versions import Anchor
 
@@ -30,7 +30,7 @@ class Watch:
 
     def __init__(self, runner: Any) -> None:
         drafter = getattr(runner, "drafter", None)
-        self.drafter = drafter if isinstance(drafter, Proposer) else None
+        self.drafter = drafter if isinstance(drafter, PluginDrafter) else None
         self.clock = StepClock(runner.device)
         self.laws = Laws()
         self.k = 0  # drafted in this step

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_draft_spec.kv import draft_kv_tokens
 from vllm_draft_spec.metrics import with_report
 from vllm_draft_spec.pilot import Pilot
-from vllm_draft_spec.settings import SECTION, read_settings
+from vllm_draft_spec.settings import OWN, SECTION, read_settings
 from vllm_draft_spec.tally import Step
 from vllm_draft_spec.timing import plain_k
 from vllm_draft_spec.versions import Anchor
@@ -78,7 +78,7 @@ class AdaptiveLength(STOCK):
         if reason is not None:
             logger.warning("draft lengths stay as they are (method %s): %s", config.method, reason)
             return
-        lost = draft_kv_tokens(self.kv_cache_config, self.vllm_config)
+        lost = 0 if settings.draft == OWN else draft_kv_tokens(self.kv_cache_config, self.vllm_config)
         self._pilot = Pilot(
             settings.make_controller(),
             log_interval_s=settings.log_interval_s,

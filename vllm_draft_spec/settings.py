@@ -13,6 +13,8 @@ from specdec.controller import Adaptive, Controller, FixedK, Geometric
 SECTION = "specdec"
 # Settings that only some controllers read: one that has no effect is a mistake.
 ONLY_FOR = {"k": ("fixed",), "decay": ("geometric", "adaptive"), "exploration": ("adaptive",)}
+OWN = "own"
+DRAFTS = ("vllm", OWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,9 @@ class Settings:
     """controller: fixed, geometric or adaptive (docs/controller.md). k_max: the longest draft; num_speculative_tokens
     unless given. k: the length of the fixed controller; k_max unless given. decay: tested tokens after which a count
     has faded to 1/e. exploration: share of the time that rounds beside the best length may lose. log_interval_s:
-    seconds between two lines in the log, 0 for none."""
+    seconds between two lines in the log, 0 for none. draft: who runs the draft model, vllm or own (docs/vllm.md).
+    window: latest tokens that the own draft attends to; 0: all of them. sinks: first tokens that it attends to
+    besides."""
 
     controller: str = "adaptive"
     k_max: int
@@ -28,6 +32,9 @@ class Settings:
     decay: float = 2000.0
     exploration: float = 0.001
     log_interval_s: float = 10.0
+    draft: str = "vllm"
+    window: int = 0
+    sinks: int = 4
 
     def make_controller(self) -> Controller:
         if self.controller == "fixed":
@@ -55,6 +62,12 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
     for key, users in ONLY_FOR.items():
         if key in given and controller not in users:
             raise ValueError(f"{SECTION}.{key} has no effect with controller {controller}, only with {_either(users)}")
+    draft = given.get("draft", Settings.draft)
+    if draft not in DRAFTS:
+        raise ValueError(f"{SECTION}.draft is {draft!r}; {_nearest(str(draft), DRAFTS)}")
+    for key, needed in (("window", draft == OWN), ("sinks", "window" in given)):
+        if key in given and not needed:
+            raise ValueError(f"{SECTION}.{key} has no effect without {'draft: own' if key == 'window' else 'window'}")
     k_max = _whole(given, "k_max", num_speculative_tokens, lowest=1, highest=num_speculative_tokens)
     return Settings(
         controller=controller,
@@ -63,6 +76,9 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
         decay=_number(given, "decay", lowest=100.0),
         exploration=_number(given, "exploration", lowest=0.0, highest=0.2),
         log_interval_s=_number(given, "log_interval_s", lowest=0.0),
+        draft=draft,
+        window=_tokens(given, "window", lowest=1),
+        sinks=_tokens(given, "sinks", lowest=0),
     )
 
 
@@ -74,6 +90,14 @@ def _whole(given: Mapping[str, Any], key: str, default: int, *, lowest: int, hig
         raise ValueError(
             f"{SECTION}.{key} is {value!r}; expected a whole number from {lowest} to {limit} ({highest}){hint}"
         )
+    return value
+
+
+def _tokens(given: Mapping[str, Any], key: str, *, lowest: int) -> int:
+    value = given.get(key, getattr(Settings, key))
+    if not isinstance(value, int) or isinstance(value, bool) or (key in given and value < lowest):
+        hint = "; leave it out for a draft that attends to the whole text" if key == "window" else ""
+        raise ValueError(f"{SECTION}.{key} is {value!r}; expected a whole number from {lowest} on{hint}")
     return value
 
 

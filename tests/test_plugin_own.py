@@ -1,0 +1,236 @@
+"""Real vLLM with the plugin's own draft: at temperature 0 the tokens of no speculation, and a draft that is the target
+itself has every draft accepted, which any wrong token in the draft's cache would prevent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.law import Oracle, count_cells, enumerate_law
+from bench.law_stats import check_law
+from bench.tiny_models import noisy_copy
+from specdec import SamplingParams
+from tests import plugin_vllm
+from tests.plugin_vllm import K_MAX, counted, generate, ids, set_lengths
+from tests.test_plugin_greedy import BUDGET, LIMIT, MIXED, MOVING, VOCAB, add, finish, params, prompts, same
+from tests.test_plugin_own_parts import masked_logits
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+OWN = {"specdec": {"draft": "own"}}
+WINDOW, SINKS = 12, 3
+POOL = 14  # blocks: a few requests fill it
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """plain: without speculation. spec: a draft that is accepted about half of the time. twin: the target as its own
+    draft, in a cache that holds a few requests only. seeing: `spec` with a window."""
+    folder = tmp_path_factory.mktemp("own")
+    with plugin_vllm.installed():
+        target = plugin_vllm.make_model(VOCAB)
+        draft = noisy_copy(target, noise=0.2, seed=2)
+        names = [plugin_vllm.saved(model, folder / name) for model, name in ((target, "target"), (draft, "draft"))]
+        options: dict[str, Any] = {"max_model_len": LIMIT, "max_num_batched_tokens": BUDGET, "max_num_seqs": 8}
+        window = {"specdec": {"draft": "own", "window": WINDOW, "sinks": SINKS}}
+        plain = plugin_vllm.make_engine(names[0], **options)
+        pool = plugin_vllm.scheduler(plain).kv_cache_config.num_blocks
+        options["additional_config"] = OWN
+        yield SimpleNamespace(
+            target=names[0],
+            plain=plain,
+            pool=pool,
+            spec=plugin_vllm.make_engine(*names, **options),
+            twin=plugin_vllm.make_engine(names[0], names[0], num_gpu_blocks_override=POOL, **options),
+            seeing=plugin_vllm.make_engine(*names, **(options | {"additional_config": window})),
+            draft=draft,
+        )
+
+
+@pytest.mark.parametrize("lengths", [(k,) for k in range(K_MAX + 1)] + [MOVING])
+def test_greedy_text_is_the_targets_own(engines: SimpleNamespace, lengths: Sequence[int]) -> None:
+    """Prompts in chunks, rows of many lengths, requests waiting for a place, rows that miss a step."""
+    for engine in (engines.spec, engines.seeing):
+        set_lengths(engine, lengths)
+        with counted(engine) as grown:
+            same(engines, engine, prompts(*MIXED, seed=sum(lengths)), params())
+        assert max((drafted for _, _, drafted, _ in grown.rounds), default=0) == max(lengths)
+        if max(lengths):
+            assert min(grown.accepted, grown.drafted - grown.accepted) >= 50, vars(grown)
+
+
+def test_the_pool_is_that_of_no_speculation(engines: SimpleNamespace) -> None:
+    for engine in (engines.spec, engines.seeing):
+        assert plugin_vllm.scheduler(engine).kv_cache_config.num_blocks == engines.pool
+        assert plugin_vllm.scheduler(engine)._pilot.report()["gauges"]["draft_kv_tokens"] == 0
+
+
+@pytest.mark.parametrize("lengths", [(4,), (0, 2), MOVING])
+def test_a_twin_has_every_draft_accepted(engines: SimpleNamespace, lengths: Sequence[int]) -> None:
+    """Through preemption: at the end the requests would fill the cache three times."""
+    set_lengths(engines.twin, lengths)
+    with counted(engines.twin) as grown:
+        same(engines, engines.twin, prompts(*MIXED, seed=10 + len(lengths)), params(max_tokens=60))
+    assert grown.preempted > 0
+    assert grown.drafted > 100
+    assert grown.accepted == grown.drafted
+
+
+@pytest.mark.parametrize("first", [(0,), (0, 0, 0, 0, 3), (4,)])
+def test_a_cached_prefix_is_read_by_the_draft(engines: SimpleNamespace, first: Sequence[int]) -> None:
+    """A second turn whose prompt holds the first turn's text, which the target does not read again."""
+    set_lengths(engines.twin, first)
+    asked = prompts(20, 30, 40, seed=20 + sum(first))
+    turns = generate(engines.twin, asked, params(max_tokens=70))
+    longer = [prompt + list(turn.outputs[0].token_ids) for prompt, turn in zip(asked, turns, strict=True)]
+    set_lengths(engines.twin, (4,))
+    with counted(engines.twin) as grown:
+        outputs = same(engines, engines.twin, longer, params(max_tokens=30))
+    assert min(output.num_cached_tokens for output in outputs) >= 2 * plugin_vllm.BLOCK
+    assert grown.accepted == grown.drafted > 20
+
+
+def test_requests_that_arrive_and_leave_at_any_time(engines: SimpleNamespace) -> None:
+    """One arrives every second step; some are aborted; the others' text is what it would have been alone."""
+    set_lengths(engines.twin, MOVING)
+    engine, asked = engines.twin.llm_engine, prompts(*MIXED, *MIXED, seed=40)
+    settings = [params(max_tokens=10 + 3 * i) for i in range(len(asked))]
+    done: dict[str, Any] = {}
+    with counted(engines.twin) as grown:
+        for i, (prompt, setting) in enumerate(zip(asked, settings, strict=True)):
+            add(engine, str(i), prompt, setting)
+            for _ in range(2):
+                done |= {output.request_id: output for output in engine.step() if output.finished}
+            if i % 5 == 4:
+                engine.abort_request([str(i - 1)])
+        done |= finish(engine)
+    expected = generate(engines.plain, asked, settings)
+    whole = {name: output for name, output in done.items() if output.outputs[0].finish_reason == "length"}
+    assert len(whole) >= len(asked) - len(asked) // 5
+    for name, output in whole.items():
+        assert list(output.outputs[0].token_ids) == list(expected[int(name)].outputs[0].token_ids)
+    assert grown.accepted == grown.drafted > 50
+    runner = plugin_vllm.runner(engines.twin)
+    assert set(runner.drafter.rows._by_name) <= set(runner.requests)
+
+
+def test_ends_inside_a_round(engines: SimpleNamespace) -> None:
+    """Stop tokens and max_tokens fall on any place in a round of 4; n completions of one prompt."""
+    set_lengths(engines.twin, (4,))
+    asked = prompts(9, 40, 17, 5, 6, 8, seed=50)
+    free = ids(generate(engines.plain, asked, params()))
+    stops = [params(stop_token_ids=[text[6 + i]]) for i, text in enumerate(free)]
+    outputs = same(engines, engines.twin, asked, stops)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+    same(engines, engines.twin, asked, [params(max_tokens=1 + i) for i in range(len(asked))])
+    assert ids(generate(engines.twin, asked[:3], params(n=3, temperature=1.0, top_k=1))) == [
+        text for text in free[:3] for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(4,), MOVING])
+def test_a_row_at_the_end_of_the_context_stops_alone(engines: SimpleNamespace, lengths: Sequence[int]) -> None:
+    set_lengths(engines.twin, lengths)
+    long, *others = prompts(LIMIT - 30, 8, 9, 30, seed=60)
+    settings = [params(max_tokens=200), *(params(max_tokens=60) for _ in others)]
+    with counted(engines.twin) as grown:
+        outputs = same(engines, engines.twin, [long, *others], settings)
+    assert len(outputs[0].outputs[0].token_ids) == 30
+    assert grown.accepted == grown.drafted > 60
+
+
+def test_times_of_every_kind_of_round_reach_the_scheduler(engines: SimpleNamespace) -> None:
+    set_lengths(engines.spec, MOVING)
+    scheduler, seen = plugin_vllm.scheduler(engines.spec), []
+
+    def update(original: Any) -> Any:
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            seen.append(getattr(model_runner_output, "specdec_times", None))
+            return original(scheduler_output, model_runner_output)
+
+        return update_from_output
+
+    with plugin_vllm.swapped(scheduler, "update_from_output", update):
+        generate(engines.spec, prompts(5, 6, 7, seed=70), params(max_tokens=80))
+    times = [one for one in seen if one is not None]
+    assert {one.k for one in times} == set(MOVING)
+    assert all(one.draft_s > 0 for one in times if one.k)
+    assert sum(one.caught_up for one in times) > 0
+
+
+def test_with_a_window_as_much_is_accepted_as_a_masked_forward_says(engines: SimpleNamespace) -> None:
+    """Each round's accepted drafts, from a cache-free forward of the draft over the sinks, the end of the prompt and
+    what came after it, at true positions. Prompts shorter than the window, longer, and in chunks."""
+    asked = prompts(5, WINDOW + SINKS, 90, 40, 33, seed=80)
+    set_lengths(engines.seeing, (3,))
+    with counted(engines.seeing) as grown:
+        outputs = same(engines, engines.seeing, asked, params(max_tokens=30))
+    texts = {
+        output.request_id: (prompt, list(output.outputs[0].token_ids))
+        for prompt, output in zip(asked, outputs, strict=True)
+    }
+    checked = 0
+    for name, before, drafted, accepted in grown.rounds:
+        prompt, text = texts[name.split("-")[0]]
+        expected = 0
+        known, at = seen_by_draft(prompt, text[:before])
+        while expected < drafted and before + expected < len(text):
+            token = int(masked_logits(engines.draft, known, at, SINKS, WINDOW)[-1].argmax())
+            if token != text[before + expected]:
+                break
+            expected, known, at = expected + 1, [*known, token], [*at, at[-1] + 1]
+        if before + accepted < len(text):  # the last round's text is cut off
+            assert accepted == expected, (name, before)
+            checked += 1
+    assert checked > 40
+
+
+def seen_by_draft(prompt: list[int], text: list[int]) -> tuple[list[int], list[int]]:
+    """The tokens that the draft ever read, and their positions: it first drafts behind the prompt and one token."""
+    whole, first = prompt + text, len(prompt) + 1 - WINDOW
+    at = [i for i in range(len(whole)) if i < SINKS or i >= first or len(prompt) + 1 <= WINDOW + SINKS]
+    return [whole[i] for i in at], at
+
+
+LAW_VOCAB, DEPTH, SAMPLES = 8, 3, 3000
+LAW_PROMPT = (1, 5, 2, 7, 3, 3, 0)
+
+
+def test_sampled_text_follows_the_targets_law(engines: SimpleNamespace, tmp_path: Path) -> None:
+    """Joint law of the first three tokens at temperature 1; k moves between 0 and 3 while they are drawn."""
+    target = plugin_vllm.make_model(LAW_VOCAB)
+    draft = noisy_copy(target, noise=0.3, seed=2)
+    names = [plugin_vllm.saved(model, tmp_path / name) for model, name in ((target, "target"), (draft, "draft"))]
+    options: dict[str, Any] = {"max_num_seqs": 128, "max_model_len": 64, "max_num_batched_tokens": 160}
+    engine = plugin_vllm.make_engine(*names, additional_config=OWN, **options)
+    set_lengths(engine, (2, 0, 3, 1, 0, 0))
+    with counted(engine) as grown:
+        sampled = params(temperature=1.0, max_tokens=DEPTH + 2)
+        completions = ids(generate(engine, [LAW_PROMPT] * SAMPLES, sampled))
+    law = enumerate_law(Oracle(target), LAW_PROMPT, SamplingParams(max_tokens=DEPTH + 2, temperature=1.0), DEPTH)
+    seen = check_law(count_cells(completions, LAW_VOCAB, DEPTH), law, seed=0)
+    assert seen.impossible == 0
+    assert seen.tv_ok, seen
+    assert seen.p_value > 1e-5, seen
+    assert 0.1 * grown.drafted < grown.accepted < 0.9 * grown.drafted, "both outcomes of the rule must occur"
+
+
+def test_a_pruned_head_drafts(engines: SimpleNamespace, tmp_path: Path) -> None:
+    """A draft that vLLM cannot load: its head has a row for some tokens only."""
+    from specdec.pruned import prune_head, save_pruned
+
+    head_ids = list(range(0, VOCAB, 2))
+    pruned = plugin_vllm.make_model(VOCAB)
+    prune_head(pruned, head_ids)
+    save_pruned(pruned, head_ids, tmp_path)
+    engine = plugin_vllm.make_engine(engines.target, str(tmp_path), additional_config=OWN, max_model_len=LIMIT)
+    set_lengths(engine, (3,))
+    with counted(engine) as grown:
+        same(engines, engine, prompts(5, 9, 30, seed=90), params())
+    assert min(grown.accepted, grown.drafted - grown.accepted) > 10

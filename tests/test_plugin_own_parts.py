@@ -1,0 +1,270 @@
+"""The own draft without vLLM: slots, what is fed, the window, and drafts after any history of a row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.tiny_models import tiny_model
+from specdec.drafter import ModelDrafter
+from specdec.model import CachedModel
+from specdec.window import Window
+from vllm_draft_spec.memory import CacheSize, check_room
+from vllm_draft_spec.own_draft import CHUNK, FORWARD_TOKENS, Feed, OwnDraft, forwards, window_of
+from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Rows
+
+VOCAB = 32
+
+
+def model(**options: Any) -> Any:
+    return tiny_model("qwen3", vocab=VOCAB, layers=2, seed=3, dtype=torch.float64, logit_std=2.0, **options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_in_use_are_always_the_first_ones_and_contents_follow(seed: int) -> None:
+    chance, rows, memory, names = random.Random(seed), Rows(6), [""] * 6, iter(range(1000))
+    for _ in range(60):
+        if len(rows) < 6 and chance.random() < 0.6:
+            name = str(next(names))
+            memory[rows.admit(name, known=0).slot] = name
+        else:
+            living = [name for name in memory if rows.get(name)]
+            gone = chance.sample(living, chance.randint(0, len(living)))
+            for source, to in rows.release([*gone, *gone, "never seen"]):
+                memory[to] = memory[source]
+            assert not any(rows.get(name) for name in gone)
+        slots = {name: row.slot for name in set(memory) if (row := rows.get(name)) is not None}
+        assert sorted(slots.values()) == list(range(len(rows)))
+        assert all(memory[slot] == name for name, slot in slots.items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_missed_bounds_what_the_draft_has_not_read(seed: int) -> None:
+    """Against a row whose length and cache are known: prompts in chunks, cached prefixes, rounds of any length."""
+    chance = random.Random(seed)
+    cached, prompt = chance.choice([0, 5]), 9
+    row = Rows(1).admit("a", known=cached)
+    text, read, drafts = cached, 0, 0  # tokens known, tokens of them that the draft has read, drafts to verify
+    while text < prompt:
+        chunk = min(chance.randint(1, 4), prompt - text)
+        row.advance(chunk, discarded=text + chunk < prompt)
+        text += chunk
+    text += 1
+    for _ in range(60):
+        assert text - read <= row.missed <= text + 1
+        k = chance.choice([0, 0, 1, 3])
+        if k:
+            read, row.missed, row.drafted = text + k - 1, MISSED_AFTER_DRAFTS, True
+        drafts = k
+        accepted = chance.randint(0, drafts)
+        row.advance(1 + drafts, discarded=False)
+        text += accepted + 1
+        read = min(read, text - 1)  # later ones were rejected, and overwritten
+
+
+def test_feeds_are_cut_into_forwards_that_cover_each_token_once() -> None:
+    feeds = [Feed(slot=i, back=n + 2, count=n, end=n + 1) for i, n in enumerate((1, 2, 300, 600, 3, 255, 256, 257, 40))]
+    seen: dict[int, list[int]] = {feed.slot: [] for feed in feeds}
+    for group in forwards([*feeds, Feed(slot=20, back=None, count=4, end=4)], CHUNK):
+        assert len({piece.slot for piece in group}) == len(group)
+        longest = max(piece.count for piece in group)
+        assert longest <= CHUNK
+        assert longest * len(group) <= FORWARD_TOKENS
+        assert longest < 2 * min(piece.count for piece in group)
+        for piece in group:
+            if piece.back is not None:
+                seen[piece.slot] += range(-piece.back, -piece.back + piece.count)
+                assert piece.end == feeds[piece.slot].end - (piece.back - piece.count - 2)
+    assert all(seen[feed.slot] == list(range(-feed.count - 2, -2)) for feed in feeds)
+
+
+def masked_logits(source: Any, tokens: Sequence[int], positions: Sequence[int], sinks: int, recent: int) -> Tensor:
+    """Cache-free logits [T, V] of a model that sees the first `sinks` positions and the last `recent` ones."""
+    at_T = torch.tensor(positions)
+    back_TT = at_T[:, None] - at_T
+    seen_TT = (back_TT >= 0) & ((at_T < sinks) | (back_TT < recent))
+    mask = torch.zeros(seen_TT.shape, dtype=source.dtype).masked_fill(~seen_TT, torch.finfo(source.dtype).min)
+    with torch.inference_mode():
+        out = source(torch.tensor([list(tokens)]), position_ids=at_T[None], attention_mask=mask[None, None])
+    return out.logits[0]
+
+
+@pytest.mark.parametrize("sinks, recent", [(4, 8), (0, 5), (2, 1), (30, 3)])
+def test_a_window_is_a_masked_forward_however_it_is_fed(sinks: int, recent: int) -> None:
+    """Two rows out of step, in pieces, with tokens written and rolled back; the ring turns several times."""
+    source, chance = model(), random.Random(sinks)
+    cached = CachedModel(source, num_rows=2, capacity=0, window=Window(recent=recent, sinks=sinks, margin=6))
+    texts = [[chance.randrange(VOCAB) for _ in range(70)] for _ in range(2)]
+    expected = [masked_logits(source, text, range(70), sinks, recent) for text in texts]
+    done = [0, 0]
+    while min(done) < 70:
+        counts = [min(chance.randint(0, 4), 70 - n) for n in done]
+        feed_pieces(cached, texts, done, counts, expected)
+        done = [n + count for n, count in zip(done, counts, strict=True)]
+        # drafts that will be rejected, at the places of what comes
+        wrong = [text[:n] + [chance.randrange(VOCAB) for _ in range(3)] for text, n in zip(texts, done, strict=True)]
+        feed_pieces(cached, wrong, done, [3, 3], None)
+
+
+def feed_pieces(
+    cached: CachedModel, texts: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int], expected: Any
+) -> None:
+    tokens = [[*text[n : n + c], *[0] * (4 - c)][:4] for text, n, c in zip(texts, starts, counts, strict=True)]
+    with torch.inference_mode():
+        plan = cached.cache.plan(torch.tensor(starts), torch.tensor(counts), 4, slice(0, 2), None)
+        logits = cached.forward(torch.tensor(tokens), plan, keep=4)
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if expected is not None:
+            torch.testing.assert_close(logits[b, :count], expected[b][start : start + count], rtol=1e-4, atol=1e-4)
+
+
+class Life:
+    """An OwnDraft over rows whose texts are known, driven as vLLM drives it; drafts are compared with the model's own
+    continuation."""
+
+    def __init__(self, num_slots: int, seed: int) -> None:
+        self.model, self.chance, self.next_name = model(), random.Random(seed), 0
+        self.rows = Rows(num_slots)
+        self.draft = OwnDraft(
+            ModelDrafter(self.model), target_size=VOCAB, num_slots=num_slots, max_tokens=80, window=None
+        )
+        self.texts: dict[str, list[int]] = {}
+        self.compared = 0
+
+    def arrive(self) -> None:
+        name, length = str(self.next_name), self.chance.randint(3, 20)
+        self.next_name += 1
+        text = [self.chance.randrange(VOCAB) for _ in range(length)]
+        cached = self.chance.randint(0, length - 2)
+        row = self.rows.admit(name, known=cached)
+        self.draft.admit(row.slot, 0, torch.tensor(text[:cached], dtype=torch.int32))
+        self.step({name: (text, cached)})
+
+    def step(self, read: dict[str, tuple[list[int], int]]) -> None:
+        """The target reads (text from a place on) of these; the last token of each text is the one it gave."""
+        slots_N, positions_N, tokens_N, slots_B, next_B, ends_B = [], [], [], [], [], []
+        for name, (text, start) in read.items():
+            row = self.rows.get(name)
+            assert row is not None
+            self.texts[name] = text
+            row.advance(len(text) - 1 - start, discarded=False)
+            slots_N += [row.slot] * (len(text) - 1 - start)
+            positions_N += range(start, len(text) - 1)
+            tokens_N += text[start:-1]
+            slots_B.append(row.slot)
+            next_B.append(text[-1])
+            ends_B.append(len(text))
+        self.draft.note(*map(torch.tensor, (slots_N, positions_N, tokens_N, slots_B, next_B, ends_B)))
+
+    def plain_step(self) -> None:
+        grown = {name: [*text, self.chance.randrange(VOCAB)] for name, text in self.texts.items()}
+        self.step({name: (text, len(text) - 2) for name, text in grown.items()})
+
+    def draft_step(self, k: int) -> None:
+        """k drafts; then some of each row's are accepted, and another token comes after them."""
+        feeds = []
+        for name, text in self.texts.items():
+            row = self.rows.get(name)
+            assert row is not None
+            if row.missed > MISSED_AFTER_DRAFTS:
+                count = row.missed - MISSED_AFTER_DRAFTS
+                feeds.append(Feed(slot=row.slot, back=row.missed, count=count, end=len(text)))
+            row.drafted = True
+        self.draft.feed(feeds)
+        slots = range(len(self.rows))
+        longest = max(map(len, self.texts.values()))
+        drafts_BK = self.draft.propose(k, slots, torch.zeros(len(slots)), True, longest).drafts_BK.tolist()
+        read = {}
+        for name, text in self.texts.items():
+            drafts = drafts_BK[self.rows.get(name).slot]  # type: ignore[union-attr]
+            assert drafts == self.continuation(text, k)
+            self.compared += k
+            accepted = self.chance.randint(0, k)
+            read[name] = ([*text, *drafts[:accepted], self.chance.randrange(VOCAB)], len(text) - 1)
+        self.step(read)
+
+    def leave(self) -> None:
+        gone = [name for name in self.texts if self.chance.random() < 0.4 or len(self.texts[name]) > 60]
+        for name in gone:
+            del self.texts[name]
+        for source, to in self.rows.release(gone):
+            self.draft.move(source, to)
+
+    def continuation(self, text: list[int], k: int) -> list[int]:
+        text, start = list(text), len(text)
+        for _ in range(k):
+            text.append(int(self.model(torch.tensor([text])).logits[0, -1].argmax()))
+        return text[start:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_the_models_own_after_any_history(seed: int) -> None:
+    """Rows that arrive (with a part of the prompt unseen by the target), leave and move; steps without drafts."""
+    life = Life(5, seed)
+    with torch.inference_mode():
+        for _ in range(60):
+            kind = life.chance.random()
+            if kind < 0.3 and len(life.rows) < 5:
+                life.arrive()
+            elif kind < 0.4:
+                life.leave()
+            elif life.texts and kind < 0.7:
+                life.plain_step()
+            elif life.texts:
+                life.draft_step(life.chance.randint(1, 4))
+            if any(len(text) > 70 for text in life.texts.values()):
+                life.leave()
+    assert life.compared > 50
+
+
+def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
+    """What the draft then sees is a masked forward over the sinks and the last tokens, at their true positions."""
+    source, sinks, recent, length = model(), 3, 10, 50
+    text = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    window = window_of(recent, sinks, k_max=4)
+    draft = OwnDraft(ModelDrafter(source), target_size=VOCAB, num_slots=2, max_tokens=80, window=window)
+    with torch.inference_mode():
+        draft.admit(1, 0, torch.tensor(text, dtype=torch.int32))
+        draft.note(*map(torch.tensor, ([1], [length - 2], [text[-2]], [1], [text[-1]], [length])))
+        draft.skip_to([1], recent)
+        sink_feed = Feed(slot=1, back=None, count=sinks, end=sinks)
+        draft.feed([sink_feed, Feed(slot=1, back=recent, count=recent - 2, end=length - 2)])
+        drafts = draft.propose(4, [1], torch.zeros(2), True, length).drafts_BK[1].tolist()
+    kept, at = text[:sinks] + text[-recent:], [*range(sinks), *range(length - recent, length)]
+    for token in drafts:
+        assert token == int(masked_logits(source, kept, at, sinks, recent)[-1].argmax())
+        kept, at = [*kept, token], [*at, at[-1] + 1]
+
+
+@pytest.mark.parametrize("recent", [0, 20])
+def test_the_largest_step_can_be_rehearsed(recent: int) -> None:
+    """What vLLM measures on a GPU before it sizes its pool; nothing of it counts afterwards."""
+    window = window_of(recent, 4, k_max=3) if recent else None
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=9, max_tokens=300, window=window)
+    rows: list[int] = []
+    forward = draft.drafter.model.forward
+    draft.drafter.model.forward = lambda tokens, *rest, **more: (  # type: ignore[method-assign]
+        rows.append(tokens.numel()) or forward(tokens, *rest, **more)
+    )
+    draft.rehearse(3)
+    assert max(rows) == min(9 * draft.chunk, FORWARD_TOKENS)
+    assert rows[-3:] == [9 * 2, 9, 9]
+
+
+def test_a_window_bounds_the_memory_and_what_does_not_fit_is_refused() -> None:
+    window = window_of(100, 4, k_max=6)
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=3, max_tokens=500, window=window)
+    kv_bytes = 2 * 2 * 1 * 8 * 8  # keys and values, layers, heads, dimensions, float64
+    size = CacheSize(num_rows=3, slots=window.slots, max_tokens=500, kv_bytes=kv_bytes)
+    assert size.nbytes == draft.cache.nbytes + draft.state.tokens_BT.nbytes
+    assert window.slots < 250
+    check_room(size, size.nbytes)
+    with pytest.raises(
+        ValueError, match=r"cache takes .* \(3 rows of 240 tokens\), .*max_num_seqs \(3\).*specdec\.win"
+    ):
+        check_room(size, size.nbytes - 1)

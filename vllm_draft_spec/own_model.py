@@ -1,0 +1,47 @@
+"""Loading the own draft, and the memory that there is for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def room_on(device: torch.device, share: float) -> int:
+    """Bytes that vLLM may still take there. share: gpu_memory_utilization."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - share) * total)
+    import psutil  # which vLLM needs
+
+    return int(psutil.virtual_memory().available)
+
+
+def load_drafter(vllm_config: Any, device: torch.device) -> Any:
+    """specdec's ModelDrafter for the draft that vLLM's speculative config names. ValueError when it does not go with
+    the target."""
+    from transformers import AutoModelForCausalLM
+
+    from specdec.drafter import ModelDrafter
+    from specdec.loading import load_model_draft
+
+    target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    if vllm_config.load_config.load_format == "dummy":
+        model = AutoModelForCausalLM.from_config(draft.hf_config, dtype=target.dtype)
+        return ModelDrafter(model.to(device).eval())
+    return load_model_draft(
+        draft.model,
+        target_size=target.get_vocab_size(),
+        tokenizer=None if target.skip_tokenizer_init else _tokenizer(target),
+        dtype=target.dtype,
+        device=device,
+    )
+
+
+def _tokenizer(model_config: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_config.tokenizer)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,76 @@
+"""Which slot of the own draft's cache each request has, and how many of its tokens the draft has not read yet.
+
+vLLM moves rows within its batch, and takes rows out that miss a step. A request's slot is its own, found by its name.
+The slots in use are always the first ones, so that a forward over all of them computes no row for nothing and reads the
+cache in place: when a request leaves, the last slot moves into the gap.
+
+`missed` is an upper bound that needs no word from the device. Worked example: 3 drafts were made, so the draft has read
+all tokens and the first two drafts. Whatever part of the three is accepted, of the tokens there are then it misses two
+at most (all accepted: the last draft and the token after it). In each step after that with one token a row it misses
+one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MISSED_AFTER_DRAFTS = 2
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One request. missed: at most so many of its tokens the draft has not read. drafted: drafts were made at the end
+    of its latest step. pending: its last token has not been read by the target. started: the draft has read its first
+    tokens, the sinks of a window."""
+
+    name: str
+    slot: int
+    missed: int = 0
+    drafted: bool = False
+    pending: bool = False
+    started: bool = False
+
+    def advance(self, scheduled: int, discarded: bool) -> None:
+        """A step read `scheduled` tokens of it, drafts among them; `discarded`: a part of its prompt only, so that no
+        token came out."""
+        grown = scheduled - self.pending + (not discarded)
+        self.missed = MISSED_AFTER_DRAFTS if self.drafted else self.missed + grown
+        self.pending, self.drafted = not discarded, False
+
+
+class Rows:
+    """The requests that have a slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._by_slot: list[Row] = []
+        self._by_name: dict[str, Row] = {}
+
+    def __len__(self) -> int:
+        """Slots [0, len) are in use."""
+        return len(self._by_slot)
+
+    def get(self, name: str) -> Row | None:
+        return self._by_name.get(name)
+
+    def admit(self, name: str, known: int) -> Row:
+        """A request whose first `known` tokens were read by the target before."""
+        assert name not in self._by_name
+        assert len(self) < self._num_slots, "vLLM runs more requests than max_num_seqs"
+        row = Row(name=name, slot=len(self), missed=known)
+        self._by_slot.append(row)
+        self._by_name[name] = row
+        return row
+
+    def release(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Let these go, if they are here. The slots to copy then, one after another, as (from, to)."""
+        gone = [row for name in names if (row := self._by_name.pop(name, None)) is not None]
+        moves = []
+        for row in sorted(gone, key=lambda row: -row.slot):
+            last = self._by_slot.pop()
+            if last is not row:
+                moves.append((last.slot, row.slot))
+                last.slot = row.slot
+                self._by_slot[row.slot] = last
+        return moves
