@@ -234,10 +234,12 @@ def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
         draft.skip_to([1], recent)
         sink_feed = Feed(slot=1, back=None, count=sinks, end=sinks)
         draft.feed([sink_feed, Feed(slot=1, back=recent, count=recent - 2, end=length - 2)])
-        drafts = draft.propose(4, [1], torch.zeros(2), True, length).drafts_BK[1].tolist()
+        made = draft.propose(4, [1], torch.ones(2), False, length)
+    assert made.draft_probs_BKV is not None
     kept, at = text[:sinks] + text[-recent:], [*range(sinks), *range(length - recent, length)]
-    for token in drafts:
-        assert token == int(masked_logits(source, kept, at, sinks, recent)[-1].argmax())
+    for token, law_V in zip(made.drafts_BK[1].tolist(), made.draft_probs_BKV[1], strict=True):
+        expected_V = masked_logits(source, kept, at, sinks, recent)[-1].softmax(-1)
+        torch.testing.assert_close(law_V, expected_V, rtol=1e-4, atol=1e-5)
         kept, at = [*kept, token], [*at, at[-1] + 1]
 
 
