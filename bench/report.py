@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from bench import report_compare
+from bench.engine_tables import engine_speed_tables
 from bench.report_data import read_run
 from bench.report_html import OUT as HTML
 from bench.report_html import write_report
@@ -26,7 +27,7 @@ from pipeline.results import read_result, stage_files
 from pipeline.stage import data_root
 from pipeline.tables import to_markdown
 
-STAGES = ("04_bench_engine", "spec_bench", "cpu_speed", "gpu_check")
+STAGES = ("04_bench_engine", "spec_bench", "engine_speed", "cpu_speed", "gpu_check")
 OUT = "RESULTS_ENGINE.md"
 CATEGORY_TABLES = {
     "speedup": "Speed against k = 0 of the same run, by category:",
@@ -104,6 +105,8 @@ def _tables(result: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
                 yield f"{title}\n\n", category_table(result, name)
     elif result["stage"] == "gpu_check":
         yield "Captured rounds against eager ones, tiny models:\n\n", plain_table(result)
+    elif result["stage"] == "engine_speed":
+        yield from engine_speed_tables(result)
     elif result["stage"] == "cpu_speed":
         yield "Ratios of one run, and what they should be:\n\n", plain_table(result)
     else:
@@ -115,7 +118,7 @@ def _pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
     pairs = sorted({(row["target"], row["dtype"]) for row in speeds})
     for target, dtype in pairs:
         yield f"- Target: {target} in {dtype}"
-    for repeats, level in sorted({(row["repeats"], row["ci_level"] or 0.0) for row in speeds}):
+    for repeats, level in sorted({(row["repeats"], row["ci_level"] or 0.0) for row in speeds if "repeats" in row}):
         interval = f"; intervals of speeds hold with probability {level:.2g} or more" if level else "; no intervals"
         yield f"- Repeats: {repeats}{interval}"
 

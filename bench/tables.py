@@ -22,14 +22,14 @@ def speed_table(result: Mapping[str, Any]) -> pd.DataFrame:
             **contexts,
             "drafter": [_drafter(row) for row in rows],
             "k": [_length(row) for row in rows],
-            "tokens/s": [_with_interval(row, "tokens_per_s") for row in rows],
-            "speed vs k=0": [_with_interval(row, "speedup") for row in rows],
-            "alpha": [_with_interval(row, "alpha") for row in rows],
+            "tokens/s": [interval_of(row, "tokens_per_s") for row in rows],
+            "speed vs k=0": [interval_of(row, "speedup") for row in rows],
+            "alpha": [interval_of(row, "alpha") for row in rows],
             "tokens a round": [number(row.get("tokens_per_round")) for row in rows],
             "draft step ms": [number(row.get("draft_step_ms")) for row in rows],
             "verify ms": [number(row.get("verify_ms")) for row in rows],
             "overhead ms": [number(row.get("overhead_ms")) for row in rows],
-            "tokens/s, whole pass": [_with_interval(row, "tokens_per_s_wall") for row in rows],
+            "tokens/s, whole pass": [interval_of(row, "tokens_per_s_wall") for row in rows],
         }
     )
 
@@ -111,7 +111,8 @@ def _limit(row: Mapping[str, Any]) -> str:
     return str(row["k"]) if row["controller"] in ("none", "fixed") else f"{row['controller']}, up to {row['k']}"
 
 
-def _with_interval(row: Mapping[str, Any], name: str) -> str:
+def interval_of(row: Mapping[str, Any], name: str) -> str:
+    """A row's value, with its interval in brackets where it has one."""
     interval = row.get(f"{name}_ci")
     if row.get(name) is None or interval is None:
         return number(row.get(name))
