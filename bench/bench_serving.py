@@ -5,7 +5,7 @@
 
 A method is one `vllm serve`; its 16 greedy texts, and each load, is a unit of resume. A method that cannot be served
 here, or whose server dies, gives rows "not run" with the server's own last words, and the next one is tried. Logs are
-in the stage's folder, under logs/.
+in the stage's folder, under logs/. With workers.servers the methods are shared out (bench/serving_workers.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def inputs(config: Config) -> tuple[str, ...]:
 
 
 SECTIONS = ("models", "bench_vllm")
-STAGE = Stage(name="05_bench_vllm", version=1, sections=SECTIONS, inputs=inputs)
-SMOKE = Stage(name="05_smoke", version=1, sections=SECTIONS, inputs=inputs)
+STAGE = Stage(name="05_bench_vllm", version=2, sections=SECTIONS, inputs=inputs)
+SMOKE = Stage(name="05_smoke", version=2, sections=SECTIONS, inputs=inputs)
 RESULT = "result.json"
 
 
@@ -48,10 +48,15 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
     if ctx.config.bench_vllm is None:
         return _publish(ctx, [], [], nothing="the config has no section bench_vllm")
     grid = Grid(ctx)
-    grid.measure(grid.bench.methods, loads(grid.bench))
-    rows = load_rows(ctx.config, grid.read, on_gpu=grid.on_gpu)
+    if ctx.config.workers.servers:
+        from bench.serving_workers import share_out
+
+        share_out(grid)
+    else:
+        grid.measure(grid.bench.methods, loads(grid.bench))
+    rows = load_rows(ctx.config, grid.read)
     print(f"\n{to_text(serving_table(rows))}\n")
-    return _publish(ctx, rows, checkpoint_rows(ctx.config, grid.read))
+    return _publish(ctx, rows, checkpoint_rows(ctx.config, grid.read), device=grid.measured_on())
 
 
 def smoke_body(ctx: StageContext) -> Mapping[str, Any]:
@@ -65,13 +70,19 @@ def smoke_body(ctx: StageContext) -> Mapping[str, Any]:
     if method is None:
         raise ValueError("bench_vllm.methods: got none that speculates, expected one with a speculative_config")
     grid.measure([grid.bench.methods[0], method], [])
-    return _publish(ctx, [], checkpoint_rows(ctx.config, grid.read))
+    return _publish(ctx, [], checkpoint_rows(ctx.config, grid.read), device=grid.measured_on())
 
 
 def _publish(
-    ctx: StageContext, rows: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]], nothing: str = ""
+    ctx: StageContext,
+    rows: Sequence[Mapping[str, Any]],
+    points: Sequence[Mapping[str, Any]],
+    *,
+    device: Mapping[str, Any] | None = None,
+    nothing: str = "",
 ) -> dict[str, Any]:
-    """Write result.json and print the checkpoints; `nothing` says why there is nothing in it."""
+    """Write result.json and print the checkpoints; `nothing` says why there is nothing in it, `device` is what served
+    where that was not this process's."""
     from bench.serving_checks import g6
     from pipeline.results import gate, read_result, write_result
 
@@ -83,6 +94,7 @@ def _publish(
         rows=[*rows, *points],
         gates={"G6": record},
         started=str(ctx.shards.header["started"]),
+        device=device,
     )
     ctx.publish(ctx.tmp(RESULT), RESULT, validate=read_result, rows=len(rows) + len(points))
     for line in checkpoint_lines(points):

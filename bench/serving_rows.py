@@ -19,7 +19,7 @@ REASON_LENGTH = 300  # characters
 FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.+~-]+/)+")  # of an absolute path, all but its last part
 
 
-def load_rows(config: Config, read: Reader, *, on_gpu: bool) -> list[dict[str, Any]]:
+def load_rows(config: Config, read: Reader) -> list[dict[str, Any]]:
     """One row a method and load, measured or not; speedups are against "none" under the same closed load."""
     bench = config.bench_vllm
     assert bench is not None
@@ -36,7 +36,7 @@ def load_rows(config: Config, read: Reader, *, on_gpu: bool) -> list[dict[str, A
                 row["speedup"] = measured["tokens_per_s"] / base["tokens_per_s"]
             row["not_run"] = _short(unit.get("not_run"))
             row["last_lines"] = [_short(line) for line in unit.get("last_lines", [])]
-            rows.append(row | {"on_gpu": on_gpu})
+            rows.append(row | {"on_gpu": unit["device"]["kind"] == "gpu"})
     return rows
 
 

@@ -47,9 +47,9 @@ def make_missing(ctx: StageContext, items: Sequence[Any], shards: Sequence[Shard
     """Here, one after the other, or shared out among workers."""
     with ctx.progress(len(shards), "shards", done=len(shards) - len(missing)) as progress:
         if ctx.config.workers.count:
-            from data.fan_out import FanOut
+            from data.shared_traces import share_out
 
-            FanOut(ctx, shards, progress).run()
+            share_out(ctx, shards, progress)
             return
         from data.tracer import make_tracer
 
@@ -79,14 +79,14 @@ def wanted_shards(ctx: StageContext, shards: Sequence[Shard]) -> Sequence[Shard]
     for index, shard in enumerate(shards):
         if shard.name not in ctx.shards:
             return shards
-        tokens += _tokens_of(ctx.folder / shard.name, ctx.shards[shard.name].sha256)
+        tokens += tokens_of(ctx.folder / shard.name, ctx.shards[shard.name].sha256)
         if tokens >= budget:
             return shards[: index + 1]
     return shards
 
 
 @functools.cache
-def _tokens_of(path: Path, sha256: str) -> int:
+def tokens_of(path: Path, sha256: str) -> int:
     """The completion tokens of a finished shard. Asked again after every further shard, read once: the same hash means
     the same shard."""
     from data.shards import read_notes

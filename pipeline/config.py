@@ -96,14 +96,16 @@ class TracesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
-    """Processes that share a stage's shards: `count` of them (0: the stage's own process makes all), on this machine
-    ("local") or as an array of Slurm jobs of at most `minutes` each.
+    """Processes that share a stage's work: `count` of them the shards of stage 01, `servers` of them the methods of
+    stage 05 (0: the stage's own process does all), on this machine ("local") or as an array of Slurm jobs of at most
+    `minutes` each.
 
     No part of what a result depends on: it may be changed in the middle of a run. `retries`: how often in a row
-    workers may fail without having finished a shard.
+    workers may fail without having finished a unit.
     """
 
     count: int = _count(0, default=0)
+    servers: int = _count(0, default=0)
     executor: str = _one_of(EXECUTORS, default="local")
     retries: int = _count(0, default=2)
     minutes: int = _count(default=240)

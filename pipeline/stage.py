@@ -104,7 +104,7 @@ def run_stage(stage: Stage, config: Config, body: Body, *, force: bool = False, 
     """
     folder = _prepare_folder(config, stage.name)
     names = stage.inputs(config) if callable(stage.inputs) else stage.inputs
-    inputs = {name: _finished_input(config, name) for name in names}
+    inputs = {name: finished_input(config, name) for name in names}
     hashes = {name: manifest.content_hash(content) for name, (_, content) in inputs.items()}
     wanted = fingerprint.fingerprint(stage.name, stage.version, stage.sections, config, hashes)
     busy = f"{stage.name} of run {config.run!r} is being run by another process; wait for it or stop it"
@@ -162,7 +162,7 @@ def _lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def _finished_input(config: Config, name: str) -> tuple[Path, dict[str, Any]]:
+def finished_input(config: Config, name: str) -> tuple[Path, dict[str, Any]]:
     """An input stage's folder and manifest, copied back from the archive when this node lacks it."""
     folder, archived = data_root() / config.run / name, archived_folder(config, name)
     if manifest.read(folder) is None and archived is not None and manifest.read(archived) is not None:

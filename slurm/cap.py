@@ -64,6 +64,11 @@ def comment_by_hand(gpus: int) -> str:
     return f"{MARK} gpus={gpus}"
 
 
+def comment_of_workers(driver: int | str) -> str:
+    """What the jobs carry that the job `driver` starts: they are within its share, and so have no slots."""
+    return f"{MARK} workers of {driver}"
+
+
 def slots_of(job: Job) -> set[int]:
     """The slots that a job of ours has; one submitted by hand is taken to have the last ones."""
     listed = re.fullmatch(rf"{MARK} slots=([\d,]+)", job.comment)

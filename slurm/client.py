@@ -127,14 +127,14 @@ def license_total(name: str) -> int | None:
 
 
 def qos_gpu_limit(name: str) -> int | None:
-    """The GPUs that a user may hold at one time in a QOS; None without such a limit."""
-    found = re.search(r"gres/gpu=(\d+)", call("sacctmgr", "-n", "-P", "show", "qos", name, "format=MaxTRESPU"))
-    return int(found.group(1)) if found else None
+    """The GPUs that a user, or all users together, may hold at one time in a QOS; None without such a limit."""
+    said = call("sacctmgr", "-n", "-P", "show", "qos", name, "format=MaxTRESPU,GrpTRES")
+    return min(map(int, re.findall(r"gres/gpu=(\d+)", said)), default=None)
 
 
-def submit(script: str, options: Sequence[str]) -> int:
-    """The id of a new job. SlurmError in sbatch's words."""
-    said = call("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+def submit(script: str, options: Sequence[str], arguments: Sequence[str] = ()) -> int:
+    """The id of a new job; `arguments` are the script's. SlurmError in sbatch's words."""
+    said = call("sbatch", "--parsable", *options, script, *arguments).strip().partition(";")[0]
     if not said.isdecimal():
         raise SlurmError(f"sbatch: got {said!r} where a job id was expected")
     return int(said)

@@ -14,7 +14,7 @@ def progress(run: Path, stage: str) -> str:
     the archive, or under SPEC_DATA_ROOT where there is none."""
     units = [run / stage / ledger.NAME, partial_folder(run / stage) / ledger.NAME]
     counts = [path.read_bytes().count(b"\n") - 1 for path in units if path.is_file()]  # without the ledger's header
-    patterns = (f"{stage}{WORK}*/**/*", f"{stage}/{stage}{WORK}*/**/*", f".{stage}.workers/*/*")
+    patterns = (f"{stage}{WORK}*/**/*", f"{stage}/{stage}{WORK}*/**/*", f".{stage}.workers/*/*.note")
     names = sorted(
         str(path.relative_to(run))
         for pattern in patterns

@@ -17,7 +17,7 @@ SCHEMA = 1
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
     """One job. `after` must succeed before it starts, `behind` only end (they hold its GPUs); `gpus` are its own and
-    its workers', `slots` those of the cap, where the submitter holds it."""
+    its workers', `slots` those of the cap, where the submitter holds it; `ender` is the job that ends its workers."""
 
     stage: str
     job: int
@@ -29,6 +29,7 @@ class Submitted:
     gpus: int
     slots: tuple[int, ...]
     submitted: str
+    ender: int | None = None
 
 
 def read(logs: Path) -> list[Submitted]:

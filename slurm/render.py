@@ -35,6 +35,13 @@ class Script:
     def name(self) -> str:
         return f"{self.run}-{self.stage}"
 
+    def places(self) -> Iterator[str]:
+        """Options of sbatch that say where the job may run, and for whom."""
+        for name in ("partition", "account", "qos", "constraint"):
+            value = getattr(self.asked, name)
+            if value:
+                yield f"--{name}={value}"
+
     @property
     def log(self) -> Path:
         """Where the job writes; %j stands for its id."""
@@ -84,10 +91,7 @@ def options(script: Script) -> Iterator[str]:
         yield f"--gpus-per-node={asked.gpus}"
         if script.license:
             yield f"--licenses={script.license}:{asked.gpus * asked.nodes}"
-    for name in ("partition", "account", "qos", "constraint"):
-        value = getattr(asked, name)
-        if value:
-            yield f"--{name}={_quoted(value)}"
+    yield from map(_quoted_value, script.places())
     yield f'--comment="{comment_by_hand(asked.all_gpus)}"'
     yield from asked.extra
 
@@ -106,6 +110,11 @@ def _facts(script: Script) -> Sequence[str]:
 def _bash_word(text: str) -> str:
     """As shlex.quote, but in double quotes, which say that a $ in them is meant."""
     return text if shlex.quote(text) == text else '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+
+
+def _quoted_value(option: str) -> str:
+    name, _, value = option.partition("=")
+    return f"{name}={_quoted(value)}"
 
 
 def _quoted(value: object) -> str:

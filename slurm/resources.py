@@ -57,7 +57,7 @@ def resources(config: Config, stage: str, site: SlurmSite) -> Resources:
     if asked.all_gpus > cap:
         raise ValueError(
             f"{stage} asks for {asked.all_gpus} GPUs at one time ({_in_words(asked)}), and SPEC_GPU_CAP is {cap}: "
-            f"lower {'traces.tensor_parallel or ' if worker_gpus else ''}the stage's gpus or nodes under slurm.stages, "
+            f"lower {'tensor_parallel or ' if worker_gpus else ''}the stage's gpus or nodes under slurm.stages, "
             "or raise the cap in env.sh"
         )
     return asked
@@ -65,26 +65,32 @@ def resources(config: Config, stage: str, site: SlurmSite) -> Resources:
 
 def fans_out(config: Config, stage: str) -> bool:
     """Whether the stage's job only drives jobs of its own."""
-    return stage == TRACES and config.workers.count > 0 and config.workers.executor == "slurm"
+    return config.workers.executor == "slurm" and _workers(config, stage)[0] > 0
+
+
+def _workers(config: Config, stage: str) -> tuple[int, int]:
+    """How many workers share a stage, 0 where none do, and the GPUs of each (of the stage's one process then)."""
+    if stage == TRACES:
+        return config.workers.count, config.traces.tensor_parallel
+    if stage == SERVING and config.bench_vllm is not None:
+        methods = len(config.bench_vllm.methods)
+        return min(config.workers.servers, methods), config.bench_vllm.tensor_parallel
+    return 0, 1
 
 
 def _default_gpus(config: Config, stage: str) -> int:
     if stage in WITHOUT_GPU or fans_out(config, stage) or not config.slurm.gpus:
         return 0
-    needed = 1
-    if stage == TRACES:
-        needed = max(1, config.workers.count) * config.traces.tensor_parallel
-    elif stage == SERVING and config.bench_vllm is not None:
-        needed = config.bench_vllm.tensor_parallel
-    return max(config.slurm.gpus, needed)
+    count, each = _workers(config, stage)
+    return max(config.slurm.gpus, max(1, count) * each)
 
 
 def _worker_gpus(config: Config, stage: str) -> int:
     """As many workers as fit under the cap run at one time; one that does not fit alone is refused."""
     if not fans_out(config, stage) or not config.slurm.gpus:
         return 0
-    each = config.traces.tensor_parallel
-    return max(each, min(config.workers.count * each, gpu_cap() // each * each))
+    count, each = _workers(config, stage)
+    return max(each, min(count * each, gpu_cap() // each * each))
 
 
 def _in_words(asked: Resources) -> str:

@@ -10,32 +10,31 @@ whatever node. A job that starts again and again without one unit or checkpoint 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline import files, site
+from pipeline import files
 from pipeline.config import Config, load_config
 from pipeline.config_slurm import JOB_STAGES
 from pipeline.context import say
 from pipeline.stage import EXIT_STOPPED
 from pipeline.stages import CHECK, REPORT
-from slurm import cap, client, plan
+from slurm import plan
 from slurm.facts import checkout
 from slurm.progress import progress
-from slurm.resources import TRAINING, fans_out, resources
+from slurm.resources import TRAINING
+from slurm.workers import workers_of
 
 EXIT_STALLED = 76
 REQUEUE_SECONDS = 60
-WORKERS_END_SECONDS = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,36 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == EXIT_STOPPED and signal.SIGUSR1 in run.seen:
         requeue(arguments.stage, job)
     return code
-
-
-@contextlib.contextmanager
-def workers_of(job: str, config: Config, stage: str) -> Iterator[None]:
-    """Around a stage that starts jobs of its own: it learns how many GPUs these may hold, and none is left behind, of
-    this start or of one before that was killed. They are within this job's share of the cap only while it runs."""
-    asked = resources(config, stage, site.slurm_site())
-    if not fans_out(config, stage):
-        yield
-        return
-    mark = f"{cap.MARK} workers of {job}"
-    os.environ[site.COMMENT] = mark
-    if asked.worker_gpus:
-        os.environ[site.RESERVED] = str(asked.worker_gpus)
-    end_jobs(stage, mark)
-    try:
-        yield
-    finally:
-        end_jobs(stage, mark)
-
-
-def end_jobs(stage: str, mark: str) -> None:
-    """Cancel this user's jobs with this comment, and wait until they are gone."""
-    end = time.monotonic() + WORKERS_END_SECONDS
-    while left := [each.number for each in client.queue() if each.comment == mark]:
-        client.cancel(left)
-        if time.monotonic() > end:
-            say(stage, f"workers {', '.join(map(str, left))} do not end")
-            return
-        time.sleep(1)
 
 
 def stage_command(stage: str, config: str, force: bool) -> list[str]:

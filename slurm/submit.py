@@ -22,7 +22,8 @@ from slurm.client import Job
 from slurm.facts import checkout, given_facts
 from slurm.record import Submitted
 from slurm.render import Script, render
-from slurm.resources import resources
+from slurm.resources import fans_out, resources
+from slurm.workers import submit_ender
 
 DRY_RUN = "dry-run"
 FAILED = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
@@ -147,41 +148,57 @@ def check_cluster(scripts: Sequence[Script], after: int | None) -> None:
 
 def submit_chain(request: Request, scripts: Sequence[Script]) -> list[Submitted]:
     """One job after the other; on an error those of this call are cancelled."""
-    waiting = {entry.stage: entry.job for entry in record.read(request.logs)}
+    known = record.latest(record.read(request.logs))
     chain: list[int] = [] if request.after is None else [request.after]
+    enders: list[int] = []
     entries: list[Submitted] = []
     try:
         for script in scripts:
             jobs = client.queue()
-            live = {job.number for job in jobs}
-            if waiting.get(script.stage) in live:
-                if request.force:
-                    raise ValueError(f"{script.stage} is in the queue as job {waiting[script.stage]}; cancel it first")
-                print(f"{script.stage}: in the queue already, job {waiting[script.stage]}")
-                chain.append(waiting[script.stage])
-                continue
-            entry = submit_one(request, script, chain, jobs)
-            entries.append(entry)
+            entry = _waiting(request, known.get(script.stage), jobs)
+            if entry is None:
+                entry = submit_one(request, script, chain, enders, jobs)
+                entries.append(entry)
+                print(f"{script.stage}: job {entry.job}")
             chain.append(entry.job)
-            print(f"{script.stage}: job {entry.job}")
+            enders += [] if entry.ender is None else [entry.ender]
     except BaseException:
-        client.cancel(entry.job for entry in reversed(entries))
+        client.cancel(job for entry in reversed(entries) for job in (entry.ender, entry.job) if job is not None)
         raise
     return entries
 
 
-def submit_one(request: Request, script: Script, chain: Sequence[int], jobs: Sequence[Job]) -> Submitted:
-    """Write the script and submit it behind the last job of the chain and those that hold its GPUs."""
-    after, options, place = tuple(chain[-1:]), ["--kill-on-invalid-dep=yes"], cap.Place(slots=(), after=())
+def _waiting(request: Request, entry: Submitted | None, jobs: Sequence[Job]) -> Submitted | None:
+    """The stage's last job if it is in the queue. ValueError when it is to be made again."""
+    if entry is None or entry.job not in {job.number for job in jobs}:
+        return None
+    if request.force:
+        raise ValueError(f"{entry.stage} is in the queue as job {entry.job}; cancel it first")
+    print(f"{entry.stage}: in the queue already, job {entry.job}")
+    return entry
+
+
+def submit_one(
+    request: Request, script: Script, chain: Sequence[int], enders: Sequence[int], jobs: Sequence[Job]
+) -> Submitted:
+    """Write the script and submit it behind the last job of the chain and those that hold its GPUs. `enders` are the
+    jobs that end the workers of the chain's jobs."""
+    after, place, comment = tuple(chain[-1:]), cap.Place(slots=(), after=()), None
     if script.asked.all_gpus and site.slurm_site().cap_by == "submitter":
-        place = cap.place(script.asked.all_gpus, jobs, chain)
-        options.append(f"--comment={cap.comment(place.slots)}")
+        place = cap.place(script.asked.all_gpus, jobs, [*chain, *enders])
+        comment = cap.comment(place.slots)
     behind = tuple(job for job in place.after if job not in after)
     conditions = [f"afterok:{job}" for job in after] + [f"afterany:{job}" for job in behind]
+    options = ["--kill-on-invalid-dep=yes", *([f"--comment={comment}"] if comment else [])]
     if conditions:
         options.append(f"--dependency={','.join(conditions)}")
     write(script)
     job = client.submit(str(script.path), options)
+    try:
+        ender = submit_ender(script, job, comment) if fans_out(request.config, script.stage) else None
+    except BaseException:
+        client.cancel([job])
+        raise
     return Submitted(
         stage=script.stage,
         job=job,
@@ -193,6 +210,7 @@ def submit_one(request: Request, script: Script, chain: Sequence[int], jobs: Seq
         gpus=script.asked.all_gpus,
         slots=place.slots,
         submitted=manifest.now(),
+        ender=ender,
     )
 
 

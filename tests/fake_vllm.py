@@ -1,5 +1,6 @@
 """Stands in for vLLM where a test is about what is around it: `python -m tests.fake_vllm serve ...` answers as a server
-does, `... client` as the load generator. FAKE in the environment says what goes wrong."""
+does, `... client` as the load generator. FAKE in the environment says what goes wrong; one that hangs does so until the
+file FAKE_UNTIL is there."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             if FAKE == "dies under load":
                 print("(EngineCore pid=1) ERROR 11-30 02:37:40 [core.py:1] RuntimeError: out of memory", flush=True)
                 os._exit(3)
-            while FAKE == "hangs":
+            while FAKE == "hangs" and not os.path.exists(os.environ.get("FAKE_UNTIL", "")):
                 print("under load", flush=True)
                 time.sleep(0.1)
         self.reply(metrics() if self.path == "/metrics" else "{}")

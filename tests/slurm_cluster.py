@@ -1,6 +1,8 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd in one folder, with fake GPUs.
 
 with Cluster.started(folder) as cluster: cluster.run("sinfo")
+
+With `accounted` there is a database behind it (tests/slurm_accounting.py), and the controller forgets jobs at once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from slurm_accounting import accounting
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 GPUS_PER_NODE = 4
@@ -46,18 +50,28 @@ PreemptMode=REQUEUE
 EnforcePartLimits=ALL
 ReturnToService=2
 KillWait=10
-MinJobAge=3600
 JobRequeue=1
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/jobcomp.txt
-AccountingStorageType=accounting_storage/none
 Licenses=specgpu:4,large:64
 NodeName=DEFAULT CPUs=16 RealMemory=8000 Gres=gpu:{gpus}
 NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{node1}-{node2}]
 PartitionName=main Nodes=node[1-2] Default=YES PriorityTier=10 PreemptMode=OFF
 PartitionName=low Nodes=node[1-2] PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=node[1-2] PriorityTier=20 PreemptMode=OFF
+"""
+WITHOUT_ACCOUNTING = """
+AccountingStorageType=accounting_storage/none
+MinJobAge=3600
+"""
+WITH_ACCOUNTING = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStorageTRES=gres/gpu
+AccountingStorageEnforce=associations,limits,qos
+MinJobAge=2
 """
 
 
@@ -73,17 +87,16 @@ def missing() -> str | None:
 class Cluster:
     """`environment` is what a client needs; `run` calls one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, accounted: bool = False) -> None:
+        self.folder, self.accounted = folder, accounted
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
-        self.pid_files = [folder / "munge" / "munged.pid", folder / "slurmctld.pid"]
-        self.pid_files += [folder / f"slurmd-node{number}.pid" for number in (1, 2)]
+        self.database = contextlib.ExitStack()
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, folder: Path) -> Iterator[Cluster]:
+    def started(cls, folder: Path, *, accounted: bool = False) -> Iterator[Cluster]:
         """Up on entering, every process gone on leaving."""
-        cluster = cls(folder)
+        cluster = cls(folder, accounted=accounted)
         try:
             cluster._start()
             yield cluster
@@ -116,12 +129,15 @@ class Cluster:
             (folder / name).mkdir(parents=True)
         ports = free_ports()
         names = {"controller": ports[0], "node1": ports[1], "node2": ports[2], "gpus": GPUS_PER_NODE}
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder, user="root", **names))
+        rest = WITH_ACCOUNTING.format(port=ports[3]) if self.accounted else WITHOUT_ACCOUNTING
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, user="root", **names) + rest)
         for number in range(GPUS_PER_NODE):
             (folder / "dev" / f"gpu{number}").touch()  # slurmd only asks that there is a file
         lines = [f"NodeName=node{n} Name=gpu File={folder}/dev/gpu[0-{GPUS_PER_NODE - 1}]\n" for n in (1, 2)]
         (folder / "gres.conf").write_text("".join(lines))
         self._munge()
+        if self.accounted:
+            self.database.enter_context(accounting(folder, ports[3]))
         self._daemon("slurmctld", "-f", str(folder / "slurm.conf"))
         for number in (1, 2):
             self._daemon("slurmd", "-f", str(folder / "slurm.conf"), "-N", f"node{number}")
@@ -156,24 +172,33 @@ class Cluster:
     def _stop(self) -> None:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.clear()
-        pids = [int(path.read_text()) for path in reversed(self.pid_files) if path.is_file()]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + START_SECONDS
-        while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids) and time.monotonic() < end:
-            time.sleep(0.1)
+        for name in ("slurmd-node1.pid", "slurmd-node2.pid", "slurmctld.pid"):
+            end(self.folder / name)
+        self.database.close()
+        end(self.folder / "munge" / "munged.pid")
+
+
+def end(pid_file: Path) -> None:
+    """Stop the daemon that wrote this file, if it did, and wait for it."""
+    if not pid_file.is_file():
+        return
+    pid = int(pid_file.read_text())
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    latest = time.monotonic() + START_SECONDS
+    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < latest:
+        time.sleep(0.1)
 
 
 IDLE = (["idle"], ["idle", "idle"])
 
 
 def free_ports() -> list[int]:
-    """One for the controller and two neighbours for the nodes, free now, below the range for outgoing connections."""
+    """For the controller, its two nodes and a database, free now, below the range for outgoing connections."""
     first = 20000 + os.getpid() % 5000
     for base in range(first, first + 5000, 5):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(base, base + 3):
+            for port in range(base, base + 4):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return [base, base + 1, base + 2]
+            return list(range(base, base + 4))
     raise AssertionError("no free ports")

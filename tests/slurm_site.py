@@ -144,3 +144,10 @@ def wait_for(holds: Callable[[], Any], seconds: float = WAIT_SECONDS, trace: Cal
     while not holds():
         assert time.monotonic() < end, trace()
         time.sleep(0.1)
+
+
+def gpus_in_use(cluster: Cluster) -> int:
+    """Of running jobs, ending ones with them."""
+    lines = cluster.run("squeue", "-h", "-t", "RUNNING,COMPLETING,CONFIGURING", "-O", "NumNodes:8,tres-per-node:40")
+    pairs = [line.split() for line in lines.splitlines()]
+    return sum(int(nodes) * int(gres.rpartition(":")[2]) for nodes, gres in pairs if gres != "N/A")

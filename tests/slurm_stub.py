@@ -3,13 +3,15 @@
     python slurm_stub.py STAGE --config FILE [--force]
 
 What it does is in $SPEC_CHECKOUT/stub/STAGE.json, which is no part of what its result depends on: `units`, `pause`
-(seconds before each), `fail` (a sentence), `free_bytes`, `hang` (the number of the unit that is never made).
+(seconds before each), `fail` (a sentence), `free_bytes`, `hang` (the number of the unit that is never made), `workers`
+(jobs of one GPU that it starts as a driver does, which only sleep).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -26,12 +28,14 @@ def settings(stage: str) -> dict[str, Any]:
     """Of this stage, with defaults."""
     path = Path(os.environ["SPEC_CHECKOUT"]) / "stub" / f"{stage}.json"
     given = json.loads(path.read_text()) if path.is_file() else {}
-    return {"units": 2, "pause": 0.0, "fail": "", "free_bytes": 1, "hang": None} | given
+    return {"units": 2, "pause": 0.0, "fail": "", "free_bytes": 1, "hang": None, "workers": 0} | given
 
 
 def body(ctx: StageContext) -> Mapping[str, Any]:
     """Make the units that are missing."""
     wanted = settings(ctx.stage)
+    if wanted["workers"]:
+        start_workers(wanted["workers"])
     for number in range(wanted["units"]):
         name = f"unit-{number}"
         if name in ctx.shards:
@@ -47,6 +51,14 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
         ctx.publish(ctx.tmp(name), name, rows=1)
         ctx.log(f"made {name} on {os.environ.get('SLURMD_NODENAME')}")
     return {"rows": wanted["units"]}
+
+
+def start_workers(count: int) -> None:
+    """An array with the driver's mark."""
+    options = [f"--array=1-{count}", "--gpus-per-node=1", "--output=/dev/null", "--job-name=worker"]
+    mark = f"--comment={os.environ['SPEC_WORKER_COMMENT']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    subprocess.run(["sbatch", *options, mark, "--wrap", "sleep 600"], env=kept, check=True)
 
 
 def main() -> int:

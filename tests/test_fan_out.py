@@ -8,58 +8,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from here_executor import HereExecutor
 
-from data import fan_out, worker
-from data.exchange import Exchange, ShardRecord
-from data.executors import make_executor, slurm_parameters, visible_gpus, worker_environment
+from data import shared_traces
 from data.gen_traces import STAGE, body
 from data.shards import read_notes
-from data.worker import DriverGoneError, ShardWorker, Task, check_driver
-from pipeline import manifest
+from pipeline import fan_out, manifest, worker
 from pipeline.config import load_config
+from pipeline.exchange import Exchange
+from pipeline.executors import Seats, make_executor, slurm_parameters, visible_gpus, worker_environment
+from pipeline.manifest import FileRecord
 from pipeline.stage import run_stage
+from pipeline.worker import Driver, DriverGoneError, Task, UnitWorker, WorkerContext
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.yaml"
 SMALL = ("traces.shard_size=1", "traces.max_tokens=6")
-
-
-class HereJob:
-    """A job that runs when somebody first asks whether it is done, in this process."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work, self.error, self.ran = work, None, False
-        self.paths = SimpleNamespace(stderr="worker.err")
-
-    def done(self) -> bool:
-        if not self.ran:
-            self.ran = True
-            try:
-                self.work()
-            except RuntimeError as error:
-                self.error = error
-        return True
-
-    def exception(self) -> Exception | None:
-        return self.error
-
-
-class HereExecutor:
-    """submitit's interface without processes; notes the tasks it was given."""
-
-    def __init__(self) -> None:
-        self.folder, self.tasks = "here", []  # type: ignore[var-annotated]
-
-    def map_array(self, function: Callable[[Task], int], tasks: Sequence[Task]) -> list[HereJob]:
-        self.tasks += tasks
-        return [HereJob(lambda task=task: function(task)) for task in tasks]
 
 
 @pytest.fixture
@@ -78,16 +48,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*.parquet"))}
 
 
-def fail_when(monkeypatch: pytest.MonkeyPatch, holds: Callable[[Task, Any], bool]) -> None:
+def fail_when(monkeypatch: pytest.MonkeyPatch, holds: Callable[[WorkerContext, Any], bool]) -> None:
     """Workers die before the shards for which `holds`."""
-    make = worker.make_shard
+    make = shared_traces.make_shard
 
-    def dying(task: Task, exchange: Exchange, tracer: Any, shard: Any) -> None:
-        if holds(task, shard):
+    def dying(ctx: WorkerContext, tracer: Any, shard: Any) -> None:
+        if holds(ctx, shard):
             raise RuntimeError("out of luck")
-        make(task, exchange, tracer, shard)
+        make(ctx, tracer, shard)
 
-    monkeypatch.setattr(worker, "make_shard", dying)
+    monkeypatch.setattr(shared_traces, "make_shard", dying)
 
 
 def test_two_workers_make_the_files_of_one_process(data_root: Path, here: HereExecutor) -> None:
@@ -95,7 +65,7 @@ def test_two_workers_make_the_files_of_one_process(data_root: Path, here: HereEx
     folder = run("run=two", "workers.count=2")
     assert len(whole) == 6
     assert contents(folder) == whole
-    assert [task.shards[0] for task in here.tasks] == ["shard-00000.parquet", "shard-00001.parquet"]
+    assert [task.units[0] for task in here.tasks] == ["shard-00000.parquet", "shard-00001.parquet"]
     assert not list((data_root / "two").glob(".*/*")), "the workers' folder goes when the stage is done"
     done = [json.loads((data_root / name / STAGE.name / "done.json").read_text()) for name in ("one", "two")]
     assert done[0]["files"] == done[1]["files"]
@@ -107,20 +77,20 @@ def test_a_worker_that_dies_is_started_again(
 ) -> None:
     died = []
 
-    def once_per_shard(task: Task, shard: Any) -> bool:
+    def once_per_shard(ctx: WorkerContext, shard: Any) -> bool:
         died.append(shard.name)
         return died.count(shard.name) == 1
 
     whole = contents(run("run=one"))
     fail_when(monkeypatch, once_per_shard)
     assert contents(run("run=two", "workers.count=2", "workers.retries=1")) == whole
-    assert "worker 1 ended with 3 shards to do (out of luck); starting it again" in capsys.readouterr().err
+    assert "worker 1 ended with 3 units to do (out of luck); starting it again" in capsys.readouterr().err
 
 
 def test_a_worker_that_keeps_failing_ends_the_stage(
     data_root: Path, here: HereExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_when(monkeypatch, lambda task, shard: shard.name == "shard-00003.parquet")
+    fail_when(monkeypatch, lambda ctx, shard: shard.name == "shard-00003.parquet")
     with pytest.raises(ValueError, match=r"worker 1 failed 3 times .* shard-00003\.parquet.*out of luck.*worker\.err"):
         run("workers.count=2")
     assert len(here.tasks) == 2 + 1 + 2  # it made shard 1, and was started again once for that, then twice more
@@ -169,7 +139,7 @@ def test_what_workers_left_is_taken_over_and_a_damaged_shard_is_not(
     whole = contents(run("run=one"))
     take = fan_out.FanOut.gather
     monkeypatch.setattr(fan_out.FanOut, "gather", lambda self: None)
-    fail_when(monkeypatch, lambda task, shard: shard.name > "shard-00003.parquet")
+    fail_when(monkeypatch, lambda ctx, shard: shard.name > "shard-00003.parquet")
     with pytest.raises(ValueError, match="failed 1 times"):
         run("run=two", "workers.count=2", "workers.retries=0")
     monkeypatch.undo()
@@ -182,9 +152,9 @@ def test_what_workers_left_is_taken_over_and_a_damaged_shard_is_not(
     before = len(here.tasks)
     assert contents(run("run=two", "workers.count=1")) == whole
     said = capsys.readouterr().err
-    assert "3 shards taken over from workers of an earlier driver" in said
+    assert "3 finished units taken over from workers of an earlier driver" in said
     assert "shard-00002.parquet has another sha256 than when its worker wrote it; making it again" in said
-    assert [task.shards for task in here.tasks[before:]] == [
+    assert [task.units for task in here.tasks[before:]] == [
         ("shard-00002.parquet", "shard-00004.parquet", "shard-00005.parquet")
     ]
 
@@ -193,7 +163,7 @@ def test_the_exchange_counts_only_whole_shards(tmp_path: Path) -> None:
     exchange = Exchange(folder=tmp_path)
     (tmp_path / "a").write_bytes(b"half")
     assert exchange.record("a") is None
-    record = ShardRecord(name="a", rows=1, tokens=2, sha256="x")
+    record = FileRecord(name="a", bytes=5, sha256="x", rows=1)
     (tmp_path / ".tmp-1-a").write_bytes(b"whole")
     exchange.put(tmp_path / ".tmp-1-a", record)
     assert (tmp_path / "a").read_bytes() == b"whole"
@@ -206,59 +176,92 @@ def test_the_exchange_counts_only_whole_shards(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def seats(count: int, gpus: int) -> Seats:
+    return Seats(count=count, gpus=gpus, gpus_from="traces.tensor_parallel")
+
+
 def test_workers_of_one_machine_share_its_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(CONFIG, ["workers.count=2", "traces.backend=vllm", "traces.tensor_parallel=2"])
+    config = load_config(CONFIG)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert visible_gpus() == ["4", "5", "6", "7"]
-    assert [worker_environment(config, n) for n in (0, 1)] == [
+    assert [worker_environment(config, seats(2, 2), n) for n in (0, 1)] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ValueError, match="got 2 workers of 2 GPUs on a machine with 2, expected at most 1"):
-        worker_environment(config, 0)
+    with pytest.raises(ValueError, match="got 2 of 2 GPUs each on a machine with 2, expected at most 1"):
+        worker_environment(config, seats(2, 2), 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert worker_environment(config, 1) == {"OMP_NUM_THREADS": "4"}
+    assert worker_environment(config, seats(2, 2), 1) == {"OMP_NUM_THREADS": "4"}
 
 
 def test_slurm_workers_stay_within_the_gpu_cap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    slurm = ("workers.executor=slurm", "workers.count=16", "workers.minutes=90", "traces.backend=vllm")
-    config = load_config(CONFIG, [*slurm, "traces.tensor_parallel=2"])
+    config = load_config(CONFIG, ["workers.executor=slurm", "workers.minutes=90"])
     monkeypatch.setenv("SPEC_GPU_CAP", "5")
     monkeypatch.setenv("SPEC_SLURM_PARTITION", "big")
     monkeypatch.delenv("SPEC_SLURM_ACCOUNT", raising=False)
     with pytest.raises(ValueError, match=r"no job of slurm/submit.sh, which keeps workers within SPEC_GPU_CAP"):
-        slurm_parameters(config)
+        slurm_parameters(config, seats(16, 2))
     monkeypatch.setenv("SPEC_WORKER_GPUS", "4")
     monkeypatch.setenv("SPEC_WORKER_COMMENT", "workers of 7")
     expected = {"time": 90, "nodes": 1, "ntasks_per_node": 1, "gpus_per_node": 2, "array_parallelism": 2}
-    found = slurm_parameters(config)
+    found = slurm_parameters(config, seats(16, 2))
     assert found.items() >= {**expected, "partition": "big"}.items()
     assert found["additional_parameters"] == {"comment": "workers of 7"}
     monkeypatch.setenv("SPEC_GPU_CAP", "abc")
     with pytest.raises(ValueError, match="SPEC_GPU_CAP: got 'abc', expected a whole number of at least 1"):
-        slurm_parameters(config)
+        slurm_parameters(config, seats(16, 2))
     monkeypatch.setenv("SPEC_GPU_CAP", "5")
-    assert worker_environment(config, 3) == {}
+    assert worker_environment(config, seats(16, 2), 3) == {}
     with pytest.raises(ValueError, match="got 8 GPUs a worker, expected at most SPEC_GPU_CAP=5"):
-        slurm_parameters(load_config(CONFIG, [*slurm, "traces.tensor_parallel=8"]))
+        slurm_parameters(config, seats(16, 8))
     with pytest.raises(ValueError, match="slurm needs SPEC_ARCHIVE_ROOT, a folder that all nodes see"):
-        make_executor(config, "x", tmp_path)
+        make_executor(config, seats(16, 2), "x", tmp_path)
     monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch there
     with pytest.raises(ValueError, match=r"workers\.executor: got slurm, but .*run this on a node of the cluster"):
-        make_executor(config, "x", tmp_path)
+        make_executor(config, seats(16, 2), "x", tmp_path)
 
 
-def test_a_worker_ends_with_its_driver() -> None:
-    check_driver(None)
-    check_driver(os.getpid())
+def test_a_worker_ends_with_its_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Driver().check()
+    Driver(process=os.getpid()).check()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with pytest.raises(DriverGoneError, match=f"process {gone.pid}"):
-        check_driver(gone.pid)
+        Driver(process=gone.pid).check()
+
+
+@pytest.mark.parametrize(
+    "code, out, said, gone",
+    [
+        (0, "RUNNING", "", False),
+        (0, "PENDING", "", True),
+        (0, "", "", True),
+        (1, "", "slurm_load_jobs error: Invalid job id specified", True),
+        (1, "", "slurm_load_jobs error: Unable to contact slurm controller", False),
+    ],
+)
+def test_a_worker_of_a_job_ends_with_it_but_not_because_slurm_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, code: int, out: str, said: str, gone: bool
+) -> None:
+    asked: list[list[str]] = []
+
+    def squeue(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, code, out, said)
+
+    monkeypatch.setattr(worker.subprocess, "run", squeue)
+    driver = Driver(job="7")
+    if gone:
+        with pytest.raises(DriverGoneError, match="job 7"):
+            driver.check()
+    else:
+        driver.check()
+        driver.check()
+    assert len(asked) == 1, "once a minute"
 
 
 def test_a_preempted_worker_is_submitted_as_it_was_and_makes_only_the_rest(data_root: Path) -> None:
@@ -267,11 +270,21 @@ def test_a_preempted_worker_is_submitted_as_it_was_and_makes_only_the_rest(data_
     exchange = Exchange(folder=folder)
     names = ("shard-00001.parquet", "shard-00004.parquet")
     task = Task(
-        stage="01", number=0, config=config, shards=names, finished={}, exchange=folder, environment={}, driver=None
+        stage="01",
+        number=0,
+        config=config,
+        inputs=(),
+        make=shared_traces.make_shards,
+        units=names,
+        finished=frozenset(),
+        given={},
+        exchange=folder,
+        environment={},
+        driver=Driver(),
     )
-    again = ShardWorker().checkpoint(task)
+    again = UnitWorker().checkpoint(task)
     assert again.args == (task,)
-    assert ShardWorker()(task) == 2
+    assert UnitWorker()(task) == 2
     exchange.forget(names[1])
     assert again.function(*again.args) == 1
     assert sorted(contents(folder)) == list(names)

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 import yaml
+from serving_stand_in import DRAFT, config_with, rows_of, use_stand_in
 
-from bench import bench_serving, serving_grid, serving_load, serving_server
+from bench import bench_serving, serving_grid, serving_server
 from bench.bench_serving import STAGE, body
 from bench.serving_checks import CHECKPOINTS, compare, g6, smoke_method
 from bench.serving_load import Load, client_arguments, load_row, price
 from bench.serving_methods import server_command, with_folders
 from bench.serving_metrics import Counters, acceptance, consistent, memory, parse_counters
 from bench.serving_server import ServerCommand, ServerError, last_error, serving
-from pipeline.config import Config, load_config
+from pipeline.config import load_config
 from pipeline.config_bench_vllm import MethodConfig
 from pipeline.results import read_result
 from pipeline.stage import StageStopped, run_stage
@@ -32,7 +33,6 @@ from pipeline.stage import StageStopped, run_stage
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
 RECORDED = json.loads((ROOT / "tests" / "vllm_bench_serve.json").read_text())
-DRAFT = {"method": "draft_model", "model": "$DRAFT", "num_speculative_tokens": 2}
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -61,21 +61,7 @@ LOG_OF_DEATH = """\
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_server, "PROGRAM", ("-m", "tests.fake_vllm", "serve"))
-    monkeypatch.setattr(serving_load, "PROGRAM", ("-m", "tests.fake_vllm", "client"))
-    monkeypatch.setattr(serving_grid, "vllm_version", lambda: "vllm 0")
-    monkeypatch.setattr(serving_grid.Grid, "on_gpu", False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("FAKE", raising=False)
-
-
-def config_with(tmp_path: Path, methods: list[dict[str, Any]], **settings: Any) -> Config:
-    """configs/tiny.yaml with these methods after "none"."""
-    content = yaml.safe_load(TINY.read_text())
-    content["bench_vllm"] |= {"methods": [{"name": "none"}, *methods]} | settings
-    path = tmp_path / "serving.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return load_config(path)
+    use_stand_in(monkeypatch)
 
 
 def nothing() -> None:
@@ -99,10 +85,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.05)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_result(folder / "result.json")["rows"] if "gate" not in row]
 
 
 # What vLLM reports

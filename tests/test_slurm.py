@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
-from slurm_site import Site, wait_for
+from slurm_site import Site, gpus_in_use, wait_for
 
 from pipeline.config_slurm import JOB_STAGES
 from slurm import cap
@@ -66,6 +66,7 @@ def test_a_failed_stage_ends_what_depends_on_it_and_make_all_submits_only_the_re
     told = site.make("status")
     assert told.returncode == 0
     assert site.call("slurm/jobs.sh", "status").returncode == 1
+    assert "[03_train_draft] the loss is not a number" in site.make("logs", "STAGE=03").stdout
     assert "failed, exit code 2" in told.stdout
     assert "[03_train_draft] the loss is not a number" in told.stdout
     assert "04_bench_engine (job" in told.stdout
@@ -312,13 +313,6 @@ def test_jobs_json_has_what_was_submitted(site: Site) -> None:
 
 
 # the cap on GPUs
-
-
-def gpus_in_use(cluster: Cluster) -> int:
-    """Of running jobs, ending ones with them."""
-    lines = cluster.run("squeue", "-h", "-t", "RUNNING,COMPLETING,CONFIGURING", "-O", "NumNodes:8,tres-per-node:40")
-    pairs = [line.split() for line in lines.splitlines()]
-    return sum(int(nodes) * int(gres.rpartition(":")[2]) for nodes, gres in pairs if gres != "N/A")
 
 
 def test_three_chains_submitted_at_once_never_hold_more_gpus_than_the_cap(site: Site, cluster: Cluster) -> None:

@@ -141,6 +141,11 @@ def test_every_stage_has_its_script() -> None:
         (("workers.count=9", "workers.executor=slurm"), "01_gen_traces", 0, 4),
         (("workers.count=9", "workers.executor=slurm", "slurm.gpus=0"), "01_gen_traces", 0, 0),
         (("workers.count=9", "workers.executor=slurm"), "03_train_draft", 1, 0),
+        (("workers.count=9", "workers.executor=slurm"), "05_bench_vllm", 1, 0),
+        (("workers.servers=9", "workers.executor=slurm"), "05_bench_vllm", 0, 2),
+        (("workers.servers=9", "workers.executor=slurm"), "01_gen_traces", 1, 0),
+        (("workers.servers=2",), "05_bench_vllm", 2, 0),
+        (("workers.servers=2", "workers.executor=slurm", "bench_vllm=null"), "05_bench_vllm", 1, 0),
         (("slurm.stages=[{stage: 03_train_draft, nodes: 2, gpus: 2}]",), "03_train_draft", 2, 0),
     ],
 )
@@ -163,8 +168,9 @@ def test_a_config_with_impossible_jobs_is_refused() -> None:
 def test_the_reference_config_fits_its_cap() -> None:
     config = load_config(ROOT / "configs" / "qwen3_8b.yaml")
     asked = {stage: resources(config, stage, site.slurm_site()) for stage in JOB_STAGES}
-    assert asked["01_gen_traces"].gpus == 0
-    assert asked["01_gen_traces"].worker_gpus == 4
+    for stage in ("01_gen_traces", "05_bench_vllm"):
+        assert asked[stage].gpus == 0
+        assert asked[stage].worker_gpus == 4
     assert asked["03_train_draft"].all_gpus == 4
 
 
@@ -189,6 +195,14 @@ def test_progress_changes_with_each_unit_and_checkpoint_only(archive_root: Path,
     checkpoint = archive_root / "tiny" / "01_toy.work-0123456789ab" / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     assert look() != seen[4]
+    exchange = archive_root / "tiny" / ".01_toy.workers" / "0123456789abcdef"
+    (exchange / "jobs-1a2b3c4d").mkdir(parents=True)  # of every start, also of one that gets nowhere
+    (exchange / "unit-2.bin").touch()
+    before = look()
+    (exchange / "jobs-5e6f7a8b").mkdir()
+    assert look() == before
+    (exchange / "unit-2.bin.note").touch()
+    assert look() != before
 
 
 def test_a_record_of_jobs_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -233,7 +247,9 @@ def test_without_accounting_sacct_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_qos_limit_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, lambda command: "cpu=64,gres/gpu=4\n")
+    answers(monkeypatch, lambda command: "cpu=64,gres/gpu=4|\n")
     assert client.qos_gpu_limit("spec") == 4
+    answers(monkeypatch, lambda command: "gres/gpu=4|gres/gpu=2\n")
+    assert client.qos_gpu_limit("spec") == 2
     answers(monkeypatch, lambda command: "\n")
     assert client.qos_gpu_limit("spec") is None

@@ -6,6 +6,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from pipeline.site import COMMENT, RESERVED
 WORKER_SETUP = ['cd "$SPEC_CHECKOUT"', ". slurm/on_node.sh"]
 
 
-def make_executor(config: Config, name: str, folder: Path) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """How many workers share a stage, and the GPUs that each holds, which the setting `gpus_from` says."""
+
+    count: int
+    gpus: int
+    gpus_from: str
+
+
+def make_executor(config: Config, seats: Seats, name: str, folder: Path) -> Any:
     """A submitit executor whose logs go to a new folder under `folder`. ValueError when Slurm is asked for not
     there, or without a folder that all nodes see."""
     workers = config.workers
@@ -41,7 +51,7 @@ def make_executor(config: Config, name: str, folder: Path) -> Any:
         executor = submitit.SlurmExecutor(folder=logs)
     except RuntimeError as error:
         raise ValueError(f"workers.executor: got slurm, but {error}; run this on a node of the cluster") from error
-    executor.update_parameters(job_name=name, **slurm_parameters(config))
+    executor.update_parameters(job_name=name, **slurm_parameters(config, seats))
     return executor
 
 
@@ -90,20 +100,20 @@ def _queued_ids() -> Container[str]:
     return set(done.stdout.split()) if done.returncode == 0 else _Every()
 
 
-def slurm_parameters(config: Config) -> dict[str, Any]:
-    """One task a job, `tensor_parallel` GPUs a task (none when the config's jobs have none), and never more at one time
-    than slurm/submit.sh has put aside for this stage, or a license or QOS of the site allows.
+def slurm_parameters(config: Config, seats: Seats) -> dict[str, Any]:
+    """One task a job, the seat's GPUs a task (none when the config's jobs have none), and never more at one time than
+    slurm/submit.sh has put aside for this stage, or a license or QOS of the site allows.
 
     ValueError where nothing holds the GPU cap: outside of a job of slurm/submit.sh.
     """
     where, cap = site.slurm_site(), site.gpu_cap()
-    each = config.traces.tensor_parallel if config.slurm.gpus else 0
+    each = _gpus_a_job(config, seats)
     if each > cap:
-        raise ValueError(f"traces.tensor_parallel: got {each} GPUs a worker, expected at most SPEC_GPU_CAP={cap}")
+        raise ValueError(f"{seats.gpus_from}: got {each} GPUs a worker, expected at most SPEC_GPU_CAP={cap}")
     if each and where.cap_by == "submitter" and RESERVED not in os.environ:
         raise ValueError(
             "workers.executor: slurm, but this is no job of slurm/submit.sh, which keeps workers within SPEC_GPU_CAP; "
-            "submit the stage: slurm/submit.sh 01_gen_traces --config FILE"
+            "submit the stage: slurm/submit.sh STAGE --config FILE"
         )
     licenses = f"{where.license}:{each}" if where.cap_by == "license" and each else None
     names = {"account": where.account, "partition": where.partition, "qos": where.qos, "constraint": where.constraint}
@@ -113,20 +123,24 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "nodes": 1,
         "ntasks_per_node": 1,
         "cpus_per_task": config.slurm.cpus,
-        "array_parallelism": most_at_once(config),
+        "array_parallelism": most_at_once(config, seats),
         "setup": WORKER_SETUP,
         "additional_parameters": _given(additional),
         **_given({"gpus_per_node": each or None, "mem": _memory(config), **names}),
     }
 
 
-def most_at_once(config: Config) -> int:
+def most_at_once(config: Config, seats: Seats) -> int:
     """How many workers may run at one time: on one machine all, under Slurm as many as their GPUs are put aside for."""
-    workers, each = config.workers, config.traces.tensor_parallel if config.slurm.gpus else 0
-    if workers.executor == "local" or not each:
-        return workers.count
+    each = _gpus_a_job(config, seats)
+    if config.workers.executor == "local" or not each:
+        return seats.count
     cap = site.gpu_cap()
-    return max(1, min(workers.count, min(cap, site.whole_number(RESERVED, cap)) // each))
+    return max(1, min(seats.count, min(cap, site.whole_number(RESERVED, cap)) // each))
+
+
+def _gpus_a_job(config: Config, seats: Seats) -> int:
+    return seats.gpus if config.slurm.gpus else 0
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -137,20 +151,20 @@ def _memory(config: Config) -> str | None:
     return f"{config.slurm.memory_gib}G" if config.slurm.memory_gib else None
 
 
-def worker_environment(config: Config, number: int) -> dict[str, str]:
+def worker_environment(config: Config, seats: Seats, number: int) -> dict[str, str]:
     """What worker `number` of this machine must not share with the others: its GPUs, or its part of the cores.
 
     ValueError when the machine has GPUs, but not enough. Under Slurm the job sees to it.
     """
     if config.workers.executor != "local":
         return {}
-    gpus, each, count = visible_gpus(), config.traces.tensor_parallel, config.workers.count
+    gpus, each, count = visible_gpus(), seats.gpus, seats.count
     if not gpus:
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     if len(gpus) < count * each:
         raise ValueError(
-            f"workers.count: got {count} workers of {each} GPUs on a machine with {len(gpus)}, "
+            f"workers: got {count} of {each} GPUs each on a machine with {len(gpus)}, "
             f"expected at most {len(gpus) // each}"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number * each : (number + 1) * each])}

@@ -1,7 +1,7 @@
-"""The folder through which workers hand shards to the driver: on the shared file system where there is one.
+"""The folder through which workers hand units to the driver: on the shared file system where there is one.
 
-A worker writes a shard, then a record of it (rows, tokens, sha256); without the record the shard does not count. The
-records also tell other workers what is done and how many tokens it has.
+A worker writes a unit, then a record of it (bytes, sha256, rows); without the record the unit does not count. The
+records also tell other workers what is done.
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import archive, files
+from pipeline.manifest import FileRecord
 from pipeline.stage import data_root
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardRecord:
-    """A shard that a worker has finished."""
-
-    name: str
-    rows: int
-    tokens: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Shards and records in `folder`; both are published whole, so several processes may look and write."""
+    """Units and records in `folder`; both are published whole, so several processes may look and write."""
 
     folder: Path
 
@@ -40,31 +31,31 @@ class Exchange:
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder=folder)
 
-    def put(self, tmp: Path, record: ShardRecord) -> None:
-        """Publish a shard written to `tmp` (in this folder)."""
+    def put(self, tmp: Path, record: FileRecord) -> None:
+        """Publish a unit written to `tmp` (in this folder)."""
         files.publish(tmp, self.folder / record.name)
         note = self._note(record.name)
-        unique = note.with_name(f"{tmp.name}.json")  # two workers may make the same shard
+        unique = note.with_name(f"{tmp.name}.note")  # two workers may make the same unit
         unique.write_text(json.dumps(asdict(record)), encoding="utf-8")
         files.publish(unique, note)
 
-    def record(self, name: str) -> ShardRecord | None:
-        """The record of a finished shard; None when it is not finished."""
+    def record(self, name: str) -> FileRecord | None:
+        """The record of a finished unit; None when it is not finished."""
         if not (self.folder / name).is_file():
             return None
         try:
-            return ShardRecord(**json.loads(self._note(name).read_text(encoding="utf-8")))
+            return FileRecord(**json.loads(self._note(name).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def forget(self, name: str) -> None:
-        """Make a shard unfinished again."""
+        """Make a unit unfinished again."""
         self._note(name).unlink(missing_ok=True)
         (self.folder / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the folder: the stage has every shard."""
+        """Delete the folder: the stage has every unit."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+        return self.folder / f"{name}.note"
