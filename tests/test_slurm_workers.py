@@ -122,13 +122,13 @@ def test_methods_of_stage_05_are_shared_out_within_the_cap_and_one_worker_is_kil
     assert "gres" not in cluster.run("scontrol", "-o", "show", "job", str(site.job("05_bench_vllm")))
     (job,) = site.jobs()
     assert (job["gpus"], job["slots"]) == (2, [0, 1])
-    used, victim = [0], ""
+    used, victim = [0], 0
     while cluster.run("squeue", "-h"):
         used.append(gpus_in_use(cluster))
         logs = list(site.archive.glob("tiny/.05_bench_vllm.workers/*/logs/a.log"))
         if not victim and logs and "under load" in logs[0].read_text():
             victim = worker_that_serves(site, cluster, "a")
-            cluster.run("scancel", "--signal=KILL", "--full", victim)
+            kill_whole(victim)
             go_on.touch()
         time.sleep(0.2)
     assert site.field("05_bench_vllm", "JobState") == "COMPLETED", site.trace()
@@ -147,13 +147,11 @@ def test_methods_of_stage_05_are_shared_out_within_the_cap_and_one_worker_is_kil
     assert not list(site.archive.glob("tiny/.05_bench_vllm.workers/*"))
 
 
-def worker_that_serves(site: Site, cluster: Cluster, method: str) -> str:
-    """The id of the worker's job that said so."""
+def worker_that_serves(site: Site, cluster: Cluster, method: str) -> int:
+    """The number of the worker's job that said so."""
+    running = dict(line.split() for line in cluster.run("squeue", "-h", "-r", "-o", "%i %A").splitlines())
     for path in site.archive.glob("tiny/.05_bench_vllm.workers/*/jobs-*/*_log.err"):
-        if f"serving with {method};" in path.read_text():
-            running = cluster.run("squeue", "-h", "-r", "-o", "%i").split()
-            found = re.match(r"(\d+(?:_\d+)?)_\d+_log\.err", path.name)
-            assert found is not None
-            if found.group(1) in running:
-                return found.group(1)
+        name = re.match(r"(\d+(?:_\d+)?)_\d+_log\.err", path.name)
+        if f"serving with {method};" in path.read_text() and name is not None and name.group(1) in running:
+            return int(running[name.group(1)])
     raise AssertionError(site.trace())
