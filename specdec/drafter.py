@@ -76,7 +76,8 @@ def no_proposal(state: RowState) -> Proposal:
 
 
 class ModelDrafter:
-    """Drafts with a smaller model of the same vocabulary, or of another one through a VocabularyMap.
+    """Drafts with a smaller model of the same vocabulary, or of another one through a VocabularyMap; by the fast
+    forward if the target's engine asks for it.
 
     min_confidence: a row stops drafting where the largest probability of the draft's law is below it. The test comes
     before the token is drawn, so it depends on the text alone and the law holds; a test of the drawn token's own
@@ -99,13 +100,15 @@ class ModelDrafter:
         refuse_second_engine(self, "_held")
         if self._source.device != target.device:
             raise ValueError(f"target is on {target.device}, draft on {self._source.device}; expected one device")
-        self.build(target.vocab_size, num_slots, capacity)
+        self.build(target.vocab_size, num_slots, capacity, fast=target.fast)
         self._held = [0] * num_slots  # the host's copy of the cache's lengths
 
-    def build(self, target_size: int, num_rows: int, capacity: int, window: Window | None = None) -> None:
+    def build(
+        self, target_size: int, num_rows: int, capacity: int, window: Window | None = None, *, fast: bool = False
+    ) -> None:
         """Make the cache, for a target with `target_size` output ids; ValueError when the vocabularies do not match.
         What `attach` does, and enough for a caller that feeds the rows itself and then calls `propose`."""
-        self.model = CachedModel(self._source, num_rows=num_rows, capacity=capacity, window=window)
+        self.model = CachedModel(self._source, num_rows=num_rows, capacity=capacity, window=window, fast=fast)
         if self.vocabulary is None:
             check_same_vocabulary(target_size, self.model.vocab_size)
         else:

@@ -26,7 +26,7 @@ from specdec.report import RowReport, read_report, round_stats
 from specdec.request import Completion, Request
 from specdec.round import EagerRounds
 from specdec.sampling import verify_drafts
-from specdec.slots import Slot
+from specdec.slots import Slot, check_sizes
 from specdec.state import RowState, features_of
 from specdec.stats import AcceptanceStats, RoundStats
 from specdec.timing import PhaseTimer
@@ -45,8 +45,9 @@ class Engine:
     num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
     (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
-    where several tokens are drafted). on_round: called after each round. on_tokens: called with a ticket, its new
-    tokens, and how many of them (the first ones) are accepted drafts.
+    where several tokens are drafted). fast: Triton kernels for target and draft (CachedModel). on_round: called after
+    each round. on_tokens: called with a ticket, its new tokens, and how many of them (the first ones) are accepted
+    drafts.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
     request that is bad ends with finish_reason "error" and harms no other. A round that is broken off (Ctrl-C) may
@@ -66,17 +67,18 @@ class Engine:
         top_logprobs: int = 0,
         rule: str = "token",
         graphs: bool = False,
+        fast: bool = False,
         on_round: Callable[[RoundStats], None] | None = None,
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
-        _check_sizes(num_slots=num_slots, capacity=capacity, prefill_chunk=prefill_chunk)
+        check_sizes(num_slots=num_slots, capacity=capacity, prefill_chunk=prefill_chunk)
         if rule not in _RULES:
             raise ValueError(f"rule is {rule!r}; expected one of {', '.join(_RULES)}")
         lengths = Lengths(k, k_max)
         self._lengths = lengths if draft is not None else Lengths(0, None)
         self.k_max = self._lengths.k_max
         buffer = capacity + self.k_max + 1  # a round writes up to k slots past a row's last token
-        self._target = CachedModel(target, num_rows=num_slots, capacity=buffer)
+        self._target = CachedModel(target, num_rows=num_slots, capacity=buffer, fast=fast)
         # Before the drafter is bound to this engine: after an error it can go to another.
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= self._target.vocab_size:
             raise ValueError(f"top_logprobs is {top_logprobs!r}; expected 0 to {self._target.vocab_size}")
@@ -302,9 +304,3 @@ class Engine:
             self._target.cache.clear_rows([slot.row])
         if self._drafter is not None:
             self._drafter.release(slot)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a whole number from 1 on")

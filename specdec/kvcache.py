@@ -9,6 +9,7 @@ anything can read them). The last slot, C, takes the writes of padding and is ne
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class Plan:
     live: int
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def last_B(self) -> Tensor:
+        """The largest position of each row: nothing behind it is live."""
+        return self.positions_Bq.amax(1)
 
     def visible(self, window: int | None, repeat: int) -> Tensor:
         """bool [B, 1, repeat * q, live]: slot s is seen from position t when t - window < s <= t."""
@@ -93,6 +99,11 @@ class RaggedCache:
         self._plan: Plan | None = None
 
     @property
+    def num_positions(self) -> int:
+        """Positions from here on are never written."""
+        return self._max_positions
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for pair in self.layers.values() for t in pair)
 
@@ -131,7 +142,7 @@ class RaggedCache:
         layer = self.layers[layer_idx]
         for buffer, new in zip(layer, (keys, values), strict=True):
             _scatter(buffer, plan, new)
-        return _live(layer[0], plan), _live(layer[1], plan)
+        return live_part(layer[0], plan), live_part(layer[1], plan)
 
     def copy_row(self, source: int, to: int) -> None:
         """Row `to` becomes what row `source` is."""
@@ -152,6 +163,7 @@ def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:
     buffer_BHCD.view(-1, dim).index_copy_(0, plan.index(heads, width), new_BHqD.reshape(-1, dim))
 
 
-def _live(buffer_BHCD: Tensor, plan: Plan) -> Tensor:
+def live_part(buffer_BHCD: Tensor, plan: Plan) -> Tensor:
+    """The plan's rows of a buffer up to `live` [B, H, live, D]; a view where the rows lie side by side."""
     # Narrowed first: rows given by indices are copied, and only what is read should be.
     return buffer_BHCD.narrow(2, 0, plan.live)[plan.rows]

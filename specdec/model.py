@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.attention import NAME
+from specdec.fast import fast_decoder
 from specdec.kvcache import Plan, RaggedCache
 from specdec.window import Window, WindowCache
 
@@ -26,12 +27,24 @@ class CachedModel:
     the choice of attention, stay as they are. Raises ValueError for an architecture whose attention or cache
     cannot be replaced.
 
-    reads_live_only: attention reads each row's own tokens, however many slots the plan allows (`Plan.live`).
+    fast: use the Triton kernels of specdec.fast_layers (Llama and Qwen types; needs triton and a CUDA device). They are
+    compared with the eager forward here, and where they cannot be used or differ, one line in the log says so and the
+    eager forward stays. The parameters of the caller's model become views of fused weights of the same values. Off by
+    default: proven by Triton's interpreter on a CPU, and not run on a GPU yet.
+
+    fast: what was asked for; reads_live_only: whether it is in use, so that attention reads each row's own tokens,
+    however many slots the plan allows (`Plan.live`).
     """
 
-    reads_live_only = False
-
-    def __init__(self, model: PreTrainedModel, *, num_rows: int, capacity: int, window: Window | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_rows: int,
+        capacity: int,
+        window: Window | None = None,
+        fast: bool = False,
+    ) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = max_positions_of(self.config)
@@ -47,9 +60,14 @@ class CachedModel:
             if window is None
             else WindowCache(shapes, window=window, **options)
         )
+        self.fast = fast
+        self._fast = fast_decoder(self.module, shapes, self.cache) if fast else None
+        self.reads_live_only = self._fast is not None
 
     def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
+        if self._fast is not None:
+            return self._fast.forward(tokens_Bq, self.cache, plan, keep)
         return _forward(self.module, self.cache, tokens_Bq, plan, keep)
 
     def _check_against_reference(self, model: PreTrainedModel, shapes: dict[int, tuple[int, int]]) -> None:

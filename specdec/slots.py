@@ -64,3 +64,10 @@ class Slot:
             stats=self.stats,
             logprobs=join_logprobs(self.logprobs),
         )
+
+
+def check_sizes(**sizes: int) -> None:
+    """ValueError for a size that is no whole number from 1 on."""
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a whole number from 1 on")

@@ -14,6 +14,9 @@ from slurm_cluster import Cluster, missing
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+HAS_GPU = shutil.which("nvidia-smi") is not None
+if not HAS_GPU:  # read when triton is first imported, whoever does that
+    os.environ["TRITON_INTERPRET"] = "1"
 SITE_FACTS = ("SPEC_DATA_ROOT", "SPEC_ARCHIVE_ROOT", "SPEC_PROMPTS", "SPEC_GPU_CAP", "SLURM_CONF")
 
 
@@ -51,6 +54,17 @@ def archive_root(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatc
     return root
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> str:
+    """Where Triton kernels run: interpreted on the CPU, and compiled where there is a GPU."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from specdec.fast_kernels import INTERPRETED
+
+    if (request.param == "cpu") != INTERPRETED:
+        pytest.skip("Triton compiles for a GPU in this process" if HAS_GPU else "Triton is interpreted in this process")
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A real Slurm of two nodes, one a test process. Skips where it is not installed."""
@@ -63,7 +77,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped where there is no NVIDIA driver."""
-    if shutil.which("nvidia-smi"):
+    if HAS_GPU:
         return
     for item in items:
         if item.get_closest_marker("gpu"):

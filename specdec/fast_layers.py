@@ -1,0 +1,219 @@
+"""The forward of Llama / Qwen type decoders from the weights of unmodified transformers modules, in few launches.
+
+A layer is a pre-norm block: x += o(attention(rotary(qkv(norm x)))), x += down(SiLU(gate(norm x)) * up(norm x)). The
+projections that read the same input are one product: their weights are laid side by side once, and the modules'
+parameters become views of that, so memory is not doubled and the modules work on. What stands between the products is
+in specdec.fast_kernels, attention in specdec.fast_attention. Nothing here depends on what is in a tensor, and nothing
+waits for the device. Shapes: B rows of q tokens, T = B * q, E hidden size, C positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specdec.fast_attention import attend
+from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store, silu_mul
+from specdec.fast_linear import Product, Scratch, choose_tilings, graph_seconds
+from specdec.kvcache import Plan, RaggedCache
+
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    weight_E: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> "Norm":
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if epsilon is None:
+            raise ValueError(f"{type(module).__name__} has no epsilon")
+        return cls(weight_E=module.weight.detach(), epsilon=float(epsilon))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One decoder layer. index: its entry in the cache; head_norms: for query and key heads; window: positions that it
+    sees (None: all)."""
+
+    index: int
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    input_norm: Norm
+    mlp_norm: Norm
+    head_norms: tuple[Norm, Norm] | None
+    scale: float
+    window: int | None
+
+    @classmethod
+    def of(cls, module: Any, window: int | None, scratch: Scratch) -> "Layer":
+        attention, mlp = module.self_attn, module.mlp
+        norms = (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        return cls(
+            index=int(attention.layer_idx),
+            qkv=_product([attention.q_proj, attention.k_proj, attention.v_proj], scratch),
+            out=_product([attention.o_proj], scratch),
+            gate_up=_product([mlp.gate_proj, mlp.up_proj], scratch),
+            down=_product([mlp.down_proj], scratch),
+            input_norm=Norm.of(module.input_layernorm),
+            mlp_norm=Norm.of(module.post_attention_layernorm),
+            head_norms=norms,
+            scale=float(attention.scaling),
+            window=window,
+        )
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class FastDecoder:
+    """`forward` as CachedModel has it, over the weights of `module`.
+
+    windows: how many positions each layer sees. num_positions: how many positions will be used; their angles come from
+    the model's own rotary module, once. Raises ValueError that names the feature it does not compute.
+    """
+
+    def __init__(self, module: Any, *, windows: Sequence[int | None], num_positions: int) -> None:
+        _check_supported(module)
+        inner, device = module.model, module.device
+        scratch = Scratch(device)
+        with torch.inference_mode(False), torch.no_grad():  # parameters may be trained later
+            used = inner.layers[: len(windows)]
+            self.layers = [Layer.of(m, window, scratch) for m, window in zip(used, windows, strict=True)]
+            self.head = _product([module.get_output_embeddings()], scratch)
+            self.norm = Norm.of(inner.norm)
+            self.embedding_VE = inner.embed_tokens.weight.detach()
+            probe_E = torch.empty(1, device=device, dtype=module.dtype)
+            cosine_1CD, sine_1CD = inner.rotary_emb(probe_E, torch.arange(num_positions, device=device).unsqueeze(0))
+            self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
+            _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
+            if device.type == "cuda" and not INTERPRETED:
+                choose_tilings([*(p for layer in self.layers for p in layer.products), self.head], graph_seconds)
+
+    def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:
+        """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
+        with torch.cuda.device_of(tokens_Bq):  # Triton launches on the current device
+            states_NE = self.states(tokens_Bq, cache, plan, keep, len(self.layers))
+            return self.head(states_NE).view(len(tokens_Bq), keep, -1)
+
+    def states(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int, num_layers: int) -> Tensor:
+        """The last `keep` columns after `num_layers` layers [B * keep, E]: normalised after the last one only."""
+        q = tokens_Bq.shape[1]
+        residual_TE = functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
+        x_TE = None
+        for layer in self.layers[:num_layers]:
+            x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
+            x_TE = layer.out(self._attention(layer, x_TE, cache, plan))
+            x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
+            x_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
+        if num_layers < len(self.layers):
+            return (residual_TE + x_TE).view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
+        return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
+
+    def _attention(self, layer: Layer, x_TE: Tensor, cache: RaggedCache, plan: Plan) -> Tensor:
+        B, q = plan.positions_Bq.shape
+        buffers = cache.layers[layer.index]
+        _, kv_heads, _, dim = buffers[0].shape
+        qkv_TF = layer.qkv(x_TE)
+        norms = layer.head_norms
+        weights = (norms[0].weight_E, norms[1].weight_E) if norms else None
+        rotate_and_store(qkv_TF, weights, norms[0].epsilon if norms else 0.0, self.angles_CD, buffers, plan)
+        query_BqHD = qkv_TF.view(B, q, -1, dim)[:, :, : -2 * kv_heads]
+        out_BqHD = attend(query_BqHD, buffers, plan, scale=layer.scale, window=layer.window)
+        return out_BqHD.view(B * q, -1)
+
+
+def _product(linears: Sequence[Any], scratch: Scratch) -> Product:
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise ValueError("only some of the projections of one input have a bias")
+    weight_NK = side_by_side([linear.weight for linear in linears])
+    return Product(weight_NK=weight_NK, bias_N=side_by_side(biases) if biases else None, scratch=scratch)
+
+
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The parameters one below the other as one tensor that shares their memory: if they do not lie like that already
+    (as the second time), they are copied there and made views of it."""
+    first = parameters[0].detach()
+    rows, ends = sum(len(p) for p in parameters), first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != ends or not parameter.is_contiguous() or not _same_memory(parameter, first):
+            break
+        ends += parameter.nbytes
+    else:
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    fused = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, fused.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return fused
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _check_supported(module: Any) -> None:
+    """ValueError when the modules are not those of a Llama / Qwen type decoder in a dtype that the kernels have."""
+    config = module.config.get_text_config(decoder=True)
+    if module.dtype not in _DTYPES:
+        raise ValueError(f"its dtype is {module.dtype}")
+    if getattr(config, "hidden_act", None) not in ("silu", "swish"):
+        raise ValueError(f"its activation is {getattr(config, 'hidden_act', None)}")
+    inner = getattr(module, "model", None)
+    parts = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    if inner is None or not parts <= {name for name, _ in inner.named_children()}:
+        raise ValueError("it is not made of embed_tokens, layers, norm and rotary_emb")
+    for layer in inner.layers:
+        _check_layer(layer)
+    _check_linears([module.get_output_embeddings()], module)
+    _check_linears([m for m in inner.layers.modules() if "Linear" in type(m).__name__], module)
+
+
+def _check_layer(layer: Any) -> None:
+    _check_parts(layer, _LAYER_PARTS)
+    _check_parts(layer.mlp, _MLP_PARTS)
+    attention = layer.self_attn
+    _check_parts(attention, _ATTENTION_PARTS | (_HEAD_NORMS if hasattr(attention, "q_norm") else set()))
+    if not all(hasattr(attention, name) for name in ("head_dim", "scaling", "layer_idx")):
+        raise ValueError(f"its {type(attention).__name__} lacks one of head_dim, scaling and layer_idx")
+    dim = attention.head_dim
+    if dim < 16 or dim & (dim - 1):
+        raise ValueError(f"its heads have {dim} dimensions, which is no power of two from 16 on")
+    if hasattr(attention, "q_norm") and attention.q_norm.weight.shape != (dim,):
+        raise ValueError("its query norm is not over one head")
+
+
+def _check_parts(module: nn.Module, expected: set[str]) -> None:
+    """Nothing that the forward here would leave out: other submodules, or parameters of the module's own."""
+    found = {name for name, _ in module.named_children()} | {name for name, _ in module.named_parameters(recurse=False)}
+    if found != expected:
+        odd = ", ".join(sorted(found ^ expected))
+        raise ValueError(f"{type(module).__name__} has other parts than expected ({odd})")
+
+
+def _check_linears(linears: Sequence[Any], module: Any) -> None:
+    for linear in linears:
+        if type(linear) is not nn.Linear:
+            raise ValueError(f"it has a {type(linear).__name__} where a plain Linear was expected")
+        if linear.weight.dtype != module.dtype or linear.weight.device != module.device:
+            raise ValueError("its weights differ in dtype or device")
+
+
+def _check_angles(cosine_CD: Tensor, sine_CD: Tensor, *, head_dim: int) -> None:
+    half = head_dim // 2
+    if cosine_CD.shape[1] != head_dim:
+        raise ValueError(f"it rotates {cosine_CD.shape[1]} of {head_dim} dimensions of a head")
+    if not all(torch.equal(angles[:, :half], angles[:, half:]) for angles in (cosine_CD, sine_CD)):
+        raise ValueError("its rotary embedding does not pair the two halves of a head")

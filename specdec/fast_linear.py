@@ -1,0 +1,227 @@
+"""Products of few rows with a weight, y = x W^T + b: torch's, or a Triton split-K kernel where that is faster.
+
+With at most 16 rows a product only reads its weight once, and what counts is how many reads are in flight. Split-K
+(Osama et al. 2023, "Stream-K", arXiv 2301.03598, section 3) lets SPLITS programs share the K of one block of N outputs.
+Each leaves its float32 sum; the one that arrives last, told by a counter a block, adds them up in the order of the
+splits, so the result does not depend on who was last, and sets the counter back for the next launch.
+
+Which kernel a weight gets is timed, on a CUDA device only: a CUDA graph over all layers' weights of that shape, so
+that they come from memory as they do in a forward and not from the L2 cache. Shapes: M rows, K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from specdec.fast_kernels import INTERPRETED
+
+MAX_ROWS = 16
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# What a candidate must gain over torch's product, which is chosen when in doubt.
+_WORTH_IT = 0.97
+
+
+@triton.jit
+def _split_product(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    M,
+    N,
+    K,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One program a block of outputs and a split of K."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    m, n, k = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    share = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    weight_row_ptr = weight_ptr + n.to(tl.int64)[None, :] * K
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(split * share, tl.minimum((split + 1) * share, K), BLOCK_K):
+        at = start + k
+        x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
+        weight = tl.load(weight_row_ptr + at[:, None], mask=(n[None, :] < N) & (at[:, None] < K), other=0.0)
+        total += tl.dot(x.to(DOT), weight.to(DOT), input_precision="tf32x3")
+    if SPLITS > 1:
+        place = (m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]) + block * SPLITS * BLOCK_M * BLOCK_N
+        tl.store(partial_ptr + place + split * BLOCK_M * BLOCK_N, total, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's part of the sum is written before this program counts as arrived
+        if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived_ptr + block, 0)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in range(SPLITS):
+            total += tl.load(partial_ptr + place + other * BLOCK_M * BLOCK_N, cache_modifier=".cg")
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How one launch cuts a product up."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+    def scratch(self, N: int) -> tuple[int, int]:
+        """(floats of partial sums, counters) that N outputs need."""
+        blocks = triton.cdiv(N, self.block_n)
+        return blocks * self.splits * MAX_ROWS * self.block_n, blocks
+
+
+# The fewer the outputs, the more splits it takes to have enough programs; an output head has enough with one.
+_SPLIT_UP_TO = 65_536
+CANDIDATES = (
+    Tiling(block_n=16, block_k=256, splits=1, warps=4, stages=4),
+    Tiling(block_n=32, block_k=256, splits=1, warps=4, stages=3),
+    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
+    Tiling(block_n=32, block_k=128, splits=2, warps=4, stages=4),
+    Tiling(block_n=32, block_k=128, splits=4, warps=4, stages=4),
+    Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=4),
+    Tiling(block_n=64, block_k=128, splits=8, warps=4, stages=4),
+)
+
+
+class Scratch:
+    """Partial sums and counters, shared by all products of one model: they run one after the other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.partial_N = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived_N = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, floats: int, counters: int) -> None:
+        """Make room; what was there before is let go, so nothing captured may use it yet."""
+        if floats > len(self.partial_N):
+            self.partial_N = self.partial_N.new_empty(floats)
+        if counters > len(self.arrived_N):
+            self.arrived_N = self.arrived_N.new_zeros(counters)
+
+
+@dataclass(kw_only=True)
+class Product:
+    """One weight [N, K], its bias, and how to multiply one row, or few (up to MAX_ROWS), with it (None: torch)."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None
+    scratch: Scratch
+    single: Tiling | None = None
+    few: Tiling | None = None
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        """x W^T + b: [M, K] -> [M, N]."""
+        rows = len(x_MK)
+        tiling = self.single if rows == 1 else self.few if rows <= MAX_ROWS else None
+        if tiling is None:
+            return functional.linear(x_MK, self.weight_NK, self.bias_N)
+        return split_product(x_MK, self.weight_NK, self.bias_N, tiling, self.scratch)
+
+
+def split_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, scratch: Scratch) -> Tensor:
+    """x W^T + b by the split-K kernel, for at most MAX_ROWS rows; all dense. The scratch has been reserved."""
+    (M, K), N = x_MK.shape, weight_NK.shape[0]
+    out_MN = x_MK.new_empty(M, N)
+    _split_product[(triton.cdiv(N, tiling.block_n), tiling.splits)](
+        x_MK,
+        weight_NK,
+        weight_NK if bias_N is None else bias_N,
+        out_MN,
+        scratch.partial_N,
+        scratch.arrived_N,
+        M,
+        N,
+        K,
+        BIAS=bias_N is not None,
+        SPLITS=tiling.splits,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        # The interpreter multiplies the bits of bfloat16; there the same rounded numbers are taken as float32.
+        DOT=tl.float32 if INTERPRETED else _TRITON_TYPES[x_MK.dtype],
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out_MN
+
+
+def choose_tilings(products: Sequence[Product], seconds: Callable[[Callable[[], object]], float]) -> None:
+    """Give all products of each shape what is fastest there for one and for several rows. seconds: how long a call
+    takes (`graph_seconds`)."""
+    by_shape: dict[tuple[int, ...], list[Product]] = {}
+    for product in products:
+        by_shape.setdefault((*product.weight_NK.shape, product.bias_N is not None), []).append(product)
+    for N, *_ in by_shape:
+        for tiling in _candidates(N):
+            products[0].scratch.reserve(*tiling.scratch(N))
+    for group in by_shape.values():
+        single, few = (_fastest(group, rows, seconds) for rows in (1, MAX_ROWS // 2))
+        for product in group:
+            product.single, product.few = single, few
+
+
+def _fastest(group: list[Product], rows: int, seconds: Callable[[Callable[[], object]], float]) -> Tiling | None:
+    first = group[0]
+    x_MK = torch.randn(rows, first.weight_NK.shape[1], device=first.weight_NK.device).to(first.weight_NK.dtype)
+    best = None
+    best_seconds = _WORTH_IT * seconds(lambda: [functional.linear(x_MK, p.weight_NK, p.bias_N) for p in group])
+    for tiling in _candidates(len(first.weight_NK)):
+        if not _agrees(first, x_MK, tiling):
+            continue
+        taken = seconds(partial(_split_products, group, x_MK, tiling))
+        if taken < best_seconds:
+            best, best_seconds = tiling, taken
+    return best
+
+
+def _split_products(group: list[Product], x_MK: Tensor, tiling: Tiling) -> list[Tensor]:
+    return [split_product(x_MK, p.weight_NK, p.bias_N, tiling, p.scratch) for p in group]
+
+
+def _candidates(N: int) -> list[Tiling]:
+    return [tiling for tiling in CANDIDATES if tiling.splits == 1 or N <= _SPLIT_UP_TO]
+
+
+def _agrees(product: Product, x_MK: Tensor, tiling: Tiling) -> bool:
+    """Whether the kernel fits on the device and gives torch's product, up to the rounding of the result."""
+    expected = functional.linear(x_MK, product.weight_NK, product.bias_N).double()
+    try:
+        got = split_product(x_MK, product.weight_NK, product.bias_N, tiling, product.scratch).double()
+    except triton.OutOfResources:
+        return False
+    return bool((got - expected).norm() <= 4 * torch.finfo(x_MK.dtype).eps * expected.norm())
+
+
+def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Device time of one replay of `run` captured in a CUDA graph: the median of `repeats`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]

@@ -1,0 +1,107 @@
+"""Compiles the Triton kernels for a Hopper GPU on a machine without one, in the shapes of Qwen3-8B and Qwen3-0.6B.
+
+Prints a JSON object: kernel -> [{"registers", "stack_bytes", "shared_bytes"}] for each variant compiled. A process of
+its own, without TRITON_INTERPRET: python tests/compile_kernels.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from specdec.fast_attention import decode_attention
+from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
+from specdec.fast_linear import CANDIDATES, Scratch, split_product
+from specdec.kvcache import RaggedCache
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class NoDevice:
+    """What the launcher asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(kernel: object) -> dict[str, int]:
+    """What the machine code asks for; a stack is where registers are spilled to."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "kernel.cubin"
+        code.write_bytes(kernel.asm["cubin"])
+        command = [str(CUOBJDUMP), "--dump-resource-usage", str(code)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK"))
+    return {"registers": registers, "stack_bytes": stack, "shared_bytes": kernel.metadata.shared}
+
+
+def compile_instead_of_launching() -> dict[str, dict[str, dict[str, int]]]:
+    """From now on a launch compiles only; the result fills: kernel -> variant -> resources."""
+    found: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if kernel is not None and kernel.hash not in found[self.__name__]:
+            found[self.__name__][kernel.hash] = resources(kernel)
+
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    return found
+
+
+def run_all(heads: int, kv_heads: int, dim: int, hidden: int, dtype: torch.dtype) -> None:
+    """Every kernel once for each kind of forward: one token, five tokens, indexed rows, a window."""
+    cache = RaggedCache({0: (kv_heads, dim)}, num_rows=4, capacity=1024, dtype=dtype)
+    angles = torch.zeros(1024, dim, dtype=dtype), torch.zeros(1024, dim, dtype=dtype)
+    weight = torch.ones(hidden, dtype=dtype)
+    for q, rows, options in ((1, slice(0, 2), {}), (5, slice(1, 3), {"window": 512, "sinks": 4}), (5, [3, 1], {})):
+        index = rows if isinstance(rows, slice) else torch.tensor(rows)
+        plan = cache.plan(torch.tensor([700, 900]), torch.tensor([q, q]), q, index, None)
+        residual = torch.zeros(2 * q, hidden, dtype=dtype)
+        add_norm(None, residual, weight, 1e-6)
+        add_norm(residual.clone(), residual, weight, 1e-6, q=q, keep=1)
+        silu_mul(torch.zeros(2 * q, 6 * hidden, dtype=dtype))
+        qkv = torch.zeros(2 * q, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        rotate_and_store(qkv, (weight[:dim], weight[:dim]), 1e-6, angles, cache.layers[0], plan)
+        query = qkv.view(2, q, -1, dim)[:, :, :heads]
+        decode_attention(query, cache.layers[0], plan, scale=0.1, splits=1 if options else 64, **options)
+
+
+def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.zeros(outputs, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype)
+    for rows, tiling, added in [(5, t, None) for t in CANDIDATES] + [
+        (1, CANDIDATES[0], None),
+        (5, CANDIDATES[-1], bias),
+    ]:
+        scratch = Scratch(torch.device("cpu"))
+        scratch.reserve(*tiling.scratch(outputs))
+        split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch)
+
+
+def main() -> None:
+    found = compile_instead_of_launching()
+    run_all(32, 8, 128, 4096, torch.bfloat16)
+    run_all(14, 2, 64, 896, torch.float32)
+    products(4096, 1024, torch.bfloat16)
+    print(json.dumps({name: list(variants.values()) for name, variants in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The fast forward of whole models against the eager one, and what happens where it cannot be used."""
+
+import copy
+import logging
+import math
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from bench.tiny_models import noisy_copy, tiny_config, tiny_model
+from specdec import Engine, Request, SamplingParams
+from specdec.model import CachedModel
+from specdec.window import Window
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from specdec import fast_layers
+from specdec.fast_layers import side_by_side
+
+VOCAB, ROWS, CAPACITY = 40, 3, 64
+FAMILIES = ("llama", "qwen2", "qwen3")
+# (start of each row, tokens fed): prefill by torch, steps, verification with a row left out, rollback, refill.
+STEPS = (
+    ((0, 0, 0), (18, 5, 11)),
+    ((18, 5, 11), (1, 1, 1)),
+    ((19, 6, 12), (5, 0, 3)),
+    ((21, 4, 13), (4, 4, 4)),
+    ((0, 8, 17), (9, 1, 1)),
+)
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
+    """Two query heads a key head, of 16 dimensions; Qwen3 has two such groups, Qwen2 biases."""
+    hidden = 64 if family == "qwen3" else 32
+    return tiny_model(family, vocab=VOCAB, layers=layers, hidden=hidden, head_dim=16, dtype=dtype)
+
+
+def pair(model: PreTrainedModel, device: str) -> tuple[CachedModel, CachedModel]:
+    """(eager, fast) on one set of weights."""
+    model = model.to(device)
+    eager = CachedModel(model, num_rows=ROWS, capacity=CAPACITY)
+    quick = CachedModel(model, num_rows=ROWS, capacity=CAPACITY, fast=True)
+    assert quick.reads_live_only
+    assert not eager.reads_live_only
+    return eager, quick
+
+
+@torch.inference_mode()
+def largest_errors(eager: CachedModel, quick: CachedModel) -> list[float]:
+    """Relative error of the logits of real tokens, step by step."""
+    errors = []
+    for starts, counts in STEPS:
+        q = max(counts)
+        start_B, count_B = torch.tensor([starts, counts], device=eager.device)
+        tokens_Bq = (5 * start_B.unsqueeze(1) + 3 * torch.arange(q, device=eager.device)) % VOCAB
+        logits = [
+            m.forward(tokens_Bq, m.cache.plan(start_B, count_B, q, slice(0, ROWS), None), q) for m in (eager, quick)
+        ]
+        real_Bq = torch.arange(q, device=eager.device) < count_B.unsqueeze(1)
+        expected, got = (each[real_Bq].double() for each in logits)
+        errors.append(float((got - expected).norm() / expected.norm()))
+    return errors
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_equals_the_eager_forward(kernel_device, family) -> None:
+    errors = largest_errors(*pair(tiny(family), kernel_device))
+    assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_it_rounds_where_the_modules_do(kernel_device, family) -> None:
+    """A difference of one rounding grows through two layers to 1 or 2 %."""
+    errors = largest_errors(*pair(tiny(family, torch.bfloat16), kernel_device))
+    assert max(errors) < 0.03, errors
+
+
+def test_windows_of_the_layers_are_kept(kernel_device) -> None:
+    """Mistral tells its window to the attention function only; 32 tokens, as the self-check has, would not show it."""
+    config = MistralConfig(**tiny_config("llama", vocab=VOCAB, layers=2, hidden=32, head_dim=16).to_dict())
+    config.sliding_window = 7
+    torch.manual_seed(0)
+    errors = largest_errors(*pair(MistralForCausalLM(config).eval(), kernel_device))
+    assert max(errors) < 1e-5, errors
+
+
+def test_stale_slots_cannot_be_seen(kernel_device) -> None:
+    """All slots behind the rows' lengths hold NaN, the trash slot too; live is the whole capacity."""
+    eager, quick = pair(tiny("qwen3"), kernel_device)
+    with torch.inference_mode():
+        for model in (eager, quick):
+            zero_B = torch.zeros(ROWS, dtype=torch.int64, device=kernel_device)
+            tokens = torch.arange(15, device=kernel_device).view(ROWS, 5)
+            model.forward(tokens, model.cache.plan(zero_B, zero_B + 5, 5, slice(0, ROWS), 5), 1)
+        for buffer in (b for layer in quick.cache.layers.values() for b in layer):
+            buffer[:, :, 5:] = math.nan
+        outs = []
+        for model in (eager, quick):
+            plan = model.cache.plan(zero_B + 5, zero_B + 2, 2, slice(0, ROWS), None)
+            outs.append(model.forward(tokens[:, :2], plan, 2))
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_read_back_from_the_device(kernel_device) -> None:
+    """Whatever makes a Python value of a tensor, or a shape of its contents, would break a capture."""
+    refused = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert not any(name in str(func) for name in refused), func
+            return func(*args, **(kwargs or {}))
+
+    _, quick = pair(tiny("qwen2"), kernel_device)
+    lengths_B = torch.tensor([5, 0, 9], device=kernel_device)
+    tokens = torch.ones(ROWS, 3, dtype=torch.int64, device=kernel_device)
+    with torch.inference_mode(), Refuse():
+        quick.forward(tokens, quick.cache.plan(lengths_B, lengths_B.sign() * 3, 3, slice(0, ROWS), None), 3)
+
+
+def test_weights_are_fused_without_a_second_copy() -> None:
+    """The parameters become views with their values; a second engine on the model finds them as they are."""
+    model = tiny("qwen2")
+    attention = model.model.layers[0].self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    before = [linear.weight.clone() for linear in linears]
+    fused = side_by_side([linear.weight for linear in linears])
+    assert torch.equal(fused, torch.cat(before))
+    assert all(torch.equal(linear.weight, old) for linear, old in zip(linears, before, strict=True))
+    with torch.no_grad():
+        attention.k_proj.weight.zero_()
+    assert (fused[32:48] == 0).all()
+    again = side_by_side([linear.weight for linear in linears])
+    assert again.data_ptr() == fused.data_ptr()
+    assert again.shape == fused.shape
+
+
+def test_a_fused_model_still_trains_and_saves(kernel_device, tmp_path) -> None:
+    model = tiny("llama").to(kernel_device)
+    reference = copy.deepcopy(model)
+    pair(model, kernel_device)
+    model.requires_grad_(True)
+    model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=kernel_device)).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    saved = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    for name, weight in reference.named_parameters():
+        assert torch.equal(saved.get_parameter(name), weight.cpu()), name
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_greedy_texts_are_those_of_the_eager_engine(kernel_device, family) -> None:
+    target = tiny(family, layers=1).to(kernel_device)
+    draft = noisy_copy(target, noise=0.1, seed=3)
+    prompts = [[(5 * i + 11 * n + 3) % VOCAB for i in range(3 + 9 * n)] for n in range(3)]
+    requests = [Request(prompt_ids=p, params=SamplingParams(temperature=0.0, max_tokens=6)) for p in prompts]
+    texts, accepted = [], []
+    for quick in (False, True):
+        engine = Engine(target, draft, k=3, num_slots=2, capacity=64, fast=quick)
+        assert engine._target.reads_live_only == engine._drafter.model.reads_live_only == quick
+        texts.append([done.token_ids for done in engine.generate(requests)])
+        accepted.append(sum(engine.stats.accepted))
+    assert texts[0] == texts[1]
+    assert accepted[0] == accepted[1] > 0
+
+
+def refusal(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> str:
+    """The one line that says why this model stays with the eager forward; its logits are the eager ones."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        quick = CachedModel(model, num_rows=ROWS, capacity=CAPACITY, fast=True)
+    assert not quick.reads_live_only
+    assert largest_errors(CachedModel(model, num_rows=ROWS, capacity=CAPACITY), quick) == [0.0] * len(STEPS)
+    [record] = [r for r in caplog.records if r.name.startswith("specdec")]
+    return record.getMessage()
+
+
+def test_why_a_model_stays_eager(kernel_device, caplog) -> None:
+    sizes = {"vocab": VOCAB, "layers": 1, "hidden": 32}
+    config = GraniteConfig(**tiny_config("llama", **sizes, head_dim=16).to_dict())
+    config.residual_multiplier = 0.5  # in the layers' forward, not among their parts
+    torch.manual_seed(0)
+    assert "differ by" in refusal(GraniteForCausalLM(config).eval().to(kernel_device), caplog)
+    cases = {
+        "activation is None": tiny_model("gemma3", **sizes, head_dim=16, dtype=torch.float32),
+        "dtype is torch.float64": tiny("llama", torch.float64),
+        "heads have 8 dimensions": tiny_model("llama", **sizes, head_dim=8, dtype=torch.float32),
+    }
+    for expected, model in cases.items():
+        assert expected in refusal(model.to(kernel_device), caplog)
+
+
+def test_a_cache_with_a_window_stays_eager(kernel_device, caplog) -> None:
+    window = Window(recent=8, sinks=2, margin=4)
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        model = CachedModel(tiny("llama").to(kernel_device), num_rows=1, capacity=0, window=window, fast=True)
+    assert not model.reads_live_only
+    assert "its cache is a WindowCache" in caplog.text
+
+
+def test_a_wrong_kernel_is_found_when_the_model_is_loaded(kernel_device, caplog, monkeypatch) -> None:
+    for name, wrong in (("silu_mul", lambda x: x[:, : x.shape[1] // 2].contiguous()), ("attend", None)):
+        if wrong is None:
+            real = fast_layers.attend
+            wrong = lambda *args, real=real, **options: real(*args, **{**options, "scale": 2.0})  # noqa: E731
+        monkeypatch.setattr(fast_layers, name, wrong)
+        assert "differ by" in refusal(tiny("qwen3").to(kernel_device), caplog)
+        monkeypatch.undo()
+
+
+def test_without_triton_or_its_device(caplog, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("fast_kernels", "fast_layers", "fast_attention", "fast_linear"):
+            patch.delitem(sys.modules, f"specdec.{name}")
+        patch.setitem(sys.modules, "triton", None)
+        assert "triton is not installed" in refusal(tiny("llama"), caplog)
+    monkeypatch.setattr("specdec.fast_kernels.INTERPRETED", False)
+    assert "on a cpu" in refusal(tiny("llama"), caplog)
