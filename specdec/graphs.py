@@ -39,16 +39,19 @@ _log = logging.getLogger("specdec")
 
 
 class GraphRounds:
-    """Does what EagerRounds does, by replays. `stats` says what was captured.
+    """Does what EagerRounds does, by replays. `stats` says what was captured. vocab_size: ids that drafts are made of,
+    the target's own.
 
     Raises ValueError when the target is not on a GPU.
     """
 
-    def __init__(self, eager: EagerRounds, target: CachedModel, *, num_slots: int, k_max: int) -> None:
+    def __init__(
+        self, eager: EagerRounds, target: CachedModel, *, num_slots: int, k_max: int, vocab_size: int | None = None
+    ) -> None:
         self._capture = capture_for(target.device)
         self._eager, self._target = eager, target
         self._row_counts = row_counts(num_slots)
-        self._buffers = DraftBuffers(num_slots, k_max, target.vocab_size, target.device)
+        self._buffers = DraftBuffers(num_slots, k_max, vocab_size or target.vocab_size, target.device)
         self._graphs: dict[Any, Callable[[], Any]] = {}
         self._told = False
         self.stats = CaptureStats()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.drafter import Drafter, ModelDrafter
 from specdec.lookup import NgramDrafter
-from specdec.pruned import is_pruned, load_pruned
+from specdec.pruned import is_pruned, load_pruned, refuse_missing
 from specdec.suffix import SuffixDrafter
 from specdec.vocab import intersection_map
 
@@ -27,7 +27,7 @@ def load_target(
         if tokenizer is None:
             raise ValueError("the target is a loaded model, so its tokenizer is needed too: pass tokenizer=...")
         return (source if device is None else source.to(device)), tokenizer
-    tokenizer = tokenizer if tokenizer is not None else _tokenizer(source)
+    tokenizer = tokenizer if tokenizer is not None else tokenizer_of(source)
     if tokenizer is None:
         raise ValueError(f"{str(source)!r} holds no tokenizer; expected one beside the model, or pass tokenizer=...")
     if device is None:
@@ -59,7 +59,7 @@ def load_model_draft(
     if is_pruned(source):
         return load_pruned(source, target_size=target_size, dtype=dtype, device=device)
     model = _model(source, dtype, device)
-    return _model_drafter(model, draft_tokenizer or _tokenizer(source), target_size, tokenizer)
+    return _model_drafter(model, draft_tokenizer or tokenizer_of(source), target_size, tokenizer)
 
 
 def _model_drafter(model: PreTrainedModel, draft_tokenizer: Any, target_size: int, tokenizer: Any) -> ModelDrafter:
@@ -85,13 +85,15 @@ def _size(model: PreTrainedModel) -> int:
 
 def _model(source: Source, dtype: Any, device: Any) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
     except OSError as error:
         raise _not_loadable(source, error) from error
+    refuse_missing(source, found["missing_keys"])
+    return model.to(device).eval()
 
 
-def _tokenizer(source: Source) -> Any:
-    """None where there is none: transformers then makes one with an empty vocabulary."""
+def tokenizer_of(source: Source) -> Any:
+    """None where there is none: transformers then makes one with an empty vocabulary. ValueError without a model."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except OSError as error:

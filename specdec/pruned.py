@@ -8,7 +8,7 @@ target ids: row i of the head stands for target id head_ids[i]. The draft reads 
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,22 @@ def load_pruned_model(folder: "str | PathLike[str]", *, dtype: Any) -> tuple[Pre
             f"{folder}: {_HEAD} has {len(weight_ND)} rows, {HEAD_IDS} {len(head_ids)} ids; expected as many"
         )
     with _quiet():  # it would report that the head's shape is not the config's
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    refuse_missing(folder, found["missing_keys"])
     _set_head(model, weight_ND.to(model.dtype))
     return model, head_ids
+
+
+def refuse_missing(source: "str | PathLike[str]", names: Iterable[str]) -> None:
+    """ValueError for a model whose files lack weights, which transformers would draw at random."""
+    missing = sorted(names)
+    if missing:
+        raise ValueError(
+            f"{source}: no weights for {missing[0]} ({len(missing)} missing in all); expected a whole model (a draft "
+            f"stored without what it shares with its target has to be completed first)"
+        )
 
 
 @contextlib.contextmanager

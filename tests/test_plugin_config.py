@@ -113,6 +113,19 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         engine_config(folders, **options)
 
 
+def test_a_pruned_head_needs_the_own_draft(folders: SimpleNamespace, tmp_path: Path) -> None:
+    from specdec.pruned import prune_head, save_pruned
+
+    pruned = plugin_vllm.make_model(VOCAB)
+    prune_head(pruned, [1, 2, 3])
+    save_pruned(pruned, [1, 2, 3], tmp_path)
+    with pytest.raises(
+        ValueError, match=r"its head is pruned, which vLLM cannot load; pass the specdec setting draft: own"
+    ):
+        engine_config(folders, speculative={"model": str(tmp_path)})
+    engine_config(folders, speculative={"model": str(tmp_path)}, additional_config={"specdec": {"draft": "own"}})
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -158,13 +171,17 @@ def params(**settings: Any) -> Any:
     return vllm.SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "detokenize": False} | settings))
 
 
+WHO_DRAFTS = ("vllm", "own")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("who", WHO_DRAFTS)
 def test_a_draft_with_a_shorter_context_is_used_up_to_its_end(
-    folders: SimpleNamespace, plugin_log: pytest.LogCaptureFixture
+    folders: SimpleNamespace, plugin_log: pytest.LogCaptureFixture, who: str
 ) -> None:
     """The target itself, with positions up to 64: drafts are all accepted, none is made past the end, and rows that
     are past it do not keep the others from drafting."""
-    engine = plugin_vllm.make_engine(folders.target, folders.short)
+    engine = plugin_vllm.make_engine(folders.target, folders.short, additional_config={"specdec": {"draft": who}})
     assert any("ends at 64 tokens, the target's at 256" in record.getMessage() for record in plugin_log.records)
     plain = plugin_vllm.make_engine(folders.target)
     generator = torch.Generator().manual_seed(0)
@@ -182,10 +199,16 @@ def test_a_draft_with_a_shorter_context_is_used_up_to_its_end(
 
 
 @pytest.mark.slow
-def test_drafts_of_another_vocabulary_keep_the_law(folders: SimpleNamespace) -> None:
+@pytest.mark.parametrize("who", WHO_DRAFTS)
+def test_drafts_of_another_vocabulary_keep_the_law(folders: SimpleNamespace, who: str) -> None:
     """Laws of drafts move to the target's ids; tokens that the draft lacks come from the residual only."""
     engine = plugin_vllm.make_engine(
-        folders.target, folders.other, max_num_seqs=256, max_model_len=64, speculative={"use_heterogeneous_vocab": True}
+        folders.target,
+        folders.other,
+        max_num_seqs=256,
+        max_model_len=64,
+        speculative={"use_heterogeneous_vocab": True},
+        additional_config={"specdec": {"draft": who}},
     )
     prompt, samples, depth = (0, 5, 2, 7, 3, 3, 0), 4000, 3
     set_lengths(engine, (2, 0, 3, 1, 0, 0))

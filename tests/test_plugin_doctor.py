@@ -63,6 +63,14 @@ def test_the_own_drafts_memory_is_shown(pair: list[str], capsys: pytest.CaptureF
     assert command[-4:] == ["--max-num-seqs", "64", "--max-model-len", "1000"]
 
 
+def test_a_pruned_head_is_for_the_own_draft(pair: list[str], capsys: pytest.CaptureFixture) -> None:
+    (Path(pair[3]) / "head_ids.json").write_text("[0, 1]")
+    assert main(pair) == 1
+    assert "head is pruned to some tokens, which vLLM cannot load; the plugin can: --own" in capsys.readouterr().out
+    main([*pair, "--own"])
+    assert "head is pruned" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

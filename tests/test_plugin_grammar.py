@@ -30,8 +30,8 @@ TEXT, LETTERS, DEPTH, SAMPLES = "ab", "abcd", 3, 3000
 TEMPERATURE = 0.5
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+@pytest.fixture(scope="module", params=["vllm", "own"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     folder, tokenizer = tmp_path_factory.mktemp("grammar"), tiny.byte_tokenizer()
     with plugin_vllm.installed():
         target = plugin_vllm.make_model(len(tokenizer))
@@ -45,7 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         paths = [plugin_vllm.saved(model, folder / name) for model, name in ((target, "target"), (draft, "draft"))]
         for path in paths:
             tokenizer.save_pretrained(path)
-        engine = plugin_vllm.make_engine(*paths, skip_tokenizer_init=False, max_num_seqs=128, max_model_len=64)
+        options: dict[str, Any] = {"max_num_seqs": 128, "max_model_len": 64, "skip_tokenizer_init": False}
+        engine = plugin_vllm.make_engine(*paths, additional_config={"specdec": {"draft": request.param}}, **options)
         yield SimpleNamespace(oracle=Oracle(target), tokenizer=tokenizer, engine=engine)
 
 
@@ -86,8 +87,8 @@ def test_text_under_a_grammar_follows_the_law(made: SimpleNamespace) -> None:
 
 
 def test_random_drafts_under_a_grammar_would_break_it(made: SimpleNamespace) -> None:
-    from vllm_draft_spec.proposer import Proposer
+    from vllm_draft_spec.drafter import PluginDrafter
 
-    with swapped(Proposer, "_under_grammar", lambda _: lambda self: None):
+    with swapped(PluginDrafter, "_under_grammar", lambda _: lambda self: None):
         seen = check(made)
     assert seen.p_value < 1e-5, seen

@@ -164,24 +164,25 @@ def test_times_of_every_kind_of_round_reach_the_scheduler(engines: SimpleNamespa
     assert sum(one.caught_up for one in times) > 0
 
 
-def test_with_a_window_as_much_is_accepted_as_a_masked_forward_says(engines: SimpleNamespace) -> None:
-    """Each round's accepted drafts, from a cache-free forward of the draft over the sinks, the end of the prompt and
-    what came after it, at true positions. Prompts shorter than the window, longer, and in chunks."""
-    asked = prompts(5, WINDOW + SINKS, 90, 40, 33, seed=80)
-    set_lengths(engines.seeing, (3,))
-    with counted(engines.seeing) as grown:
-        outputs = same(engines, engines.seeing, asked, params(max_tokens=30))
-    texts = {
-        output.request_id: (prompt, list(output.outputs[0].token_ids))
-        for prompt, output in zip(asked, outputs, strict=True)
-    }
+@pytest.mark.parametrize("which, sinks, recent", [("spec", 0, LIMIT), ("seeing", SINKS, WINDOW)])
+def test_as_much_is_accepted_as_a_cache_free_forward_says(
+    engines: SimpleNamespace, which: str, sinks: int, recent: int
+) -> None:
+    """Each round's accepted drafts, from a forward of the draft over all tokens; with a window over the sinks, the end
+    of the prompt and what came after it, at true positions. Prompts shorter than the window, longer, and in chunks."""
+    asked, engine = prompts(5, WINDOW + SINKS, 90, 40, 33, seed=80), getattr(engines, which)
+    set_lengths(engine, (3,))
+    with counted(engine) as grown:
+        outputs = same(engines, engine, asked, params(max_tokens=30))
+    by_request = {output.request_id: (prompt, output) for prompt, output in zip(asked, outputs, strict=True)}
     checked = 0
     for name, before, drafted, accepted in grown.rounds:
-        prompt, text = texts[name.split("-")[0]]
+        prompt, output = by_request[name.split("-")[0]]
+        text = list(output.outputs[0].token_ids)
         expected = 0
-        known, at = seen_by_draft(prompt, text[:before])
+        known, at = seen_by_draft(prompt, text[:before], sinks, recent)
         while expected < drafted and before + expected < len(text):
-            token = int(masked_logits(engines.draft, known, at, SINKS, WINDOW)[-1].argmax())
+            token = int(masked_logits(engines.draft, known, at, sinks, recent)[-1].argmax())
             if token != text[before + expected]:
                 break
             expected, known, at = expected + 1, [*known, token], [*at, at[-1] + 1]
@@ -191,10 +192,10 @@ def test_with_a_window_as_much_is_accepted_as_a_masked_forward_says(engines: Sim
     assert checked > 40
 
 
-def seen_by_draft(prompt: list[int], text: list[int]) -> tuple[list[int], list[int]]:
+def seen_by_draft(prompt: list[int], text: list[int], sinks: int, recent: int) -> tuple[list[int], list[int]]:
     """The tokens that the draft ever read, and their positions: it first drafts behind the prompt and one token."""
-    whole, first = prompt + text, len(prompt) + 1 - WINDOW
-    at = [i for i in range(len(whole)) if i < SINKS or i >= first or len(prompt) + 1 <= WINDOW + SINKS]
+    whole, first = prompt + text, len(prompt) + 1 - recent
+    at = [i for i in range(len(whole)) if i < sinks or i >= first or len(prompt) + 1 <= recent + sinks]
     return [whole[i] for i in at], at
 
 
@@ -219,6 +220,17 @@ def test_sampled_text_follows_the_targets_law(engines: SimpleNamespace, tmp_path
     assert seen.tv_ok, seen
     assert seen.p_value > 1e-5, seen
     assert 0.1 * grown.drafted < grown.accepted < 0.9 * grown.drafted, "both outcomes of the rule must occur"
+
+
+def test_random_weights_for_a_measurement(engines: SimpleNamespace) -> None:
+    """load_format dummy: both models are made from their configs."""
+    engine = plugin_vllm.make_engine(
+        engines.target, engines.target, additional_config=OWN, load_format="dummy", max_model_len=LIMIT
+    )
+    set_lengths(engine, (3,))
+    with counted(engine) as grown:
+        assert all(len(text) == 20 for text in ids(generate(engine, prompts(5, 9, seed=91), params(max_tokens=20))))
+    assert grown.drafted > 10
 
 
 def test_a_pruned_head_drafts(engines: SimpleNamespace, tmp_path: Path) -> None:

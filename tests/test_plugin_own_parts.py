@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.tiny_models import tiny_model
+from specdec import graphs
 from specdec.drafter import ModelDrafter
+from specdec.loading import load_model_draft
 from specdec.model import CachedModel
+from specdec.pruned import prune_head, save_pruned
 from specdec.window import Window
+from tests.tape import Tape
 from vllm_draft_spec.memory import CacheSize, check_room
 from vllm_draft_spec.own_draft import CHUNK, FORWARD_TOKENS, Feed, OwnDraft, forwards, window_of
 from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Rows
@@ -70,17 +76,23 @@ def test_missed_bounds_what_the_draft_has_not_read(seed: int) -> None:
 def test_feeds_are_cut_into_forwards_that_cover_each_token_once() -> None:
     feeds = [Feed(slot=i, back=n + 2, count=n, end=n + 1) for i, n in enumerate((1, 2, 300, 600, 3, 255, 256, 257, 40))]
     seen: dict[int, list[int]] = {feed.slot: [] for feed in feeds}
-    for group in forwards([*feeds, Feed(slot=20, back=None, count=4, end=4)], CHUNK):
+    sinks: list[int] = []
+    of_start = [Feed(slot=4, count=3, end=3), Feed(slot=3, count=300, end=300)]  # as long as what follows
+    for group in forwards([*feeds, *of_start], CHUNK):
         assert len({piece.slot for piece in group}) == len(group)
         longest = max(piece.count for piece in group)
         assert longest <= CHUNK
         assert longest * len(group) <= FORWARD_TOKENS
         assert longest < 2 * min(piece.count for piece in group)
         for piece in group:
-            if piece.back is not None:
+            if piece.back is None:
+                assert not seen[piece.slot], "sinks come first"
+                sinks += range(piece.start, piece.end) if piece.slot == 3 else []
+            else:
                 seen[piece.slot] += range(-piece.back, -piece.back + piece.count)
                 assert piece.end == feeds[piece.slot].end - (piece.back - piece.count - 2)
     assert all(seen[feed.slot] == list(range(-feed.count - 2, -2)) for feed in feeds)
+    assert sinks == list(range(300))
 
 
 def masked_logits(source: Any, tokens: Sequence[int], positions: Sequence[int], sinks: int, recent: int) -> Tensor:
@@ -127,11 +139,11 @@ class Life:
     """An OwnDraft over rows whose texts are known, driven as vLLM drives it; drafts are compared with the model's own
     continuation."""
 
-    def __init__(self, num_slots: int, seed: int) -> None:
+    def __init__(self, num_slots: int, seed: int, **options: Any) -> None:
         self.model, self.chance, self.next_name = model(), random.Random(seed), 0
         self.rows = Rows(num_slots)
         self.draft = OwnDraft(
-            ModelDrafter(self.model), target_size=VOCAB, num_slots=num_slots, max_tokens=80, window=None
+            ModelDrafter(self.model), target_size=VOCAB, num_slots=num_slots, max_tokens=80, k_max=4, **options
         )
         self.texts: dict[str, list[int]] = {}
         self.compared = 0
@@ -205,7 +217,32 @@ class Life:
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_are_the_models_own_after_any_history(seed: int) -> None:
     """Rows that arrive (with a part of the prompt unseen by the target), leave and move; steps without drafts."""
-    life = Life(5, seed)
+    live_through(Life(5, seed))
+
+
+def test_replayed_drafts_are_the_models_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tape in place of CUDA graphs: what Python decides at a capture does not change afterwards."""
+    monkeypatch.setattr(graphs, "capture_for", lambda device: Tape())
+    life = Life(5, 7, graphs=True)
+    live_through(life)
+    assert life.draft.rounds.captures > 4
+
+
+def test_with_a_window_every_graph_is_made_in_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for 1, 2, 4, 8, 9 rows each, greedy and not, a first step and a further one."""
+    monkeypatch.setattr(graphs, "capture_for", lambda device: Tape())
+    window = window_of(20, 4, k_max=3)
+    options: dict[str, Any] = {"num_slots": 9, "max_tokens": 300, "k_max": 3, "window": window, "graphs": True}
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, **options)
+    draft.rehearse(3)
+    assert draft.rounds.captures == 5 * 2 * 2
+    with torch.inference_mode():
+        for used, greedy, longest in ((1, True, 5), (3, False, 200), (9, True, 299)):
+            draft.propose(1 + used % 3, range(used), torch.ones(used), greedy, longest)
+    assert draft.rounds.captures == 5 * 2 * 2
+
+
+def live_through(life: Life) -> None:
     with torch.inference_mode():
         for _ in range(60):
             kind = life.chance.random()
@@ -227,12 +264,12 @@ def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
     source, sinks, recent, length = model(), 3, 10, 50
     text = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     window = window_of(recent, sinks, k_max=4)
-    draft = OwnDraft(ModelDrafter(source), target_size=VOCAB, num_slots=2, max_tokens=80, window=window)
+    draft = OwnDraft(ModelDrafter(source), target_size=VOCAB, num_slots=2, max_tokens=80, k_max=4, window=window)
     with torch.inference_mode():
         draft.admit(1, 0, torch.tensor(text, dtype=torch.int32))
         draft.note(*map(torch.tensor, ([1], [length - 2], [text[-2]], [1], [text[-1]], [length])))
         draft.skip_to([1], recent)
-        sink_feed = Feed(slot=1, back=None, count=sinks, end=sinks)
+        sink_feed = Feed(slot=1, count=sinks, end=sinks)
         draft.feed([sink_feed, Feed(slot=1, back=recent, count=recent - 2, end=length - 2)])
         made = draft.propose(4, [1], torch.ones(2), False, length)
     assert made.draft_probs_BKV is not None
@@ -247,7 +284,7 @@ def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
 def test_the_largest_step_can_be_rehearsed(recent: int) -> None:
     """What vLLM measures on a GPU before it sizes its pool; nothing of it counts afterwards."""
     window = window_of(recent, 4, k_max=3) if recent else None
-    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=9, max_tokens=300, window=window)
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=9, max_tokens=300, k_max=3, window=window)
     rows: list[int] = []
     forward = draft.drafter.model.forward
     draft.drafter.model.forward = lambda tokens, *rest, **more: (  # type: ignore[method-assign]
@@ -255,12 +292,30 @@ def test_the_largest_step_can_be_rehearsed(recent: int) -> None:
     )
     draft.rehearse(3)
     assert max(rows) == min(9 * draft.chunk, FORWARD_TOKENS)
-    assert rows[-3:] == [9 * 2, 9, 9]
+    assert rows[-6:] == [9 * 2, 9, 9] * 2
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_draft_without_all_its_weights_is_refused(tmp_path: Path, pruned: bool) -> None:
+    """transformers would draw them at random: such as those of a draft stored without its target's embedding."""
+    source = model()
+    if pruned:
+        prune_head(source, range(5))
+        save_pruned(source, range(5), tmp_path)
+    else:
+        source.save_pretrained(tmp_path)
+    asked: dict[str, Any] = {"target_size": VOCAB, "tokenizer": None, "dtype": torch.float32, "device": "cpu"}
+    assert isinstance(load_model_draft(tmp_path, **asked), ModelDrafter)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no weights for model\.embed_tokens\.weight \(1 missing in all\)"):
+        load_model_draft(tmp_path, **asked)
 
 
 def test_a_window_bounds_the_memory_and_what_does_not_fit_is_refused() -> None:
     window = window_of(100, 4, k_max=6)
-    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=3, max_tokens=500, window=window)
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=3, max_tokens=500, k_max=6, window=window)
     kv_bytes = 2 * 2 * 1 * 8 * 8  # keys and values, layers, heads, dimensions, float64
     size = CacheSize(num_rows=3, slots=window.slots, max_tokens=500, kv_bytes=kv_bytes)
     assert size.nbytes == draft.cache.nbytes + draft.state.tokens_BT.nbytes

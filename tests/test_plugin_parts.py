@@ -135,11 +135,11 @@ def test_plain_steps(scheduled: object, k: int | None) -> None:
     assert plain_k(scheduled) == k
 
 
-def run_step(clock: StepClock, scheduled: object, k: int, caught_up: int = 0) -> object:
+def run_step(clock: StepClock, scheduled: object, k: int, caught_up: int = 0, timed: bool = True) -> object:
     clock.begin(scheduled)
     for _ in range(3):
         clock.mark()
-    clock.end(k, caught_up)
+    clock.end(k, caught_up, timed=timed)
     return clock.newest()
 
 
@@ -158,7 +158,8 @@ def test_a_round_is_one_steps_drafts_and_the_next_steps_verification(monkeypatch
     assert run_step(clock, step({"a": 1}), 0) is None, "another batch"
     assert run_step(clock, step({"a": 9}), 0) is None, "a prompt's chunk"
     assert run_step(clock, step({"a": 1}), 0) is None, "drafted after a prompt's chunk"
-    assert run_step(clock, step({"a": 1}), 4) is not None
+    assert run_step(clock, step({"a": 1}), 0, timed=False) is not None, "drafts made in the step before"
+    assert run_step(clock, step({"a": 1}), 4) is None, "a graph was made while drafting"
     fewer = run_step(clock, step({"a": 3}, {"a": [1, 2]}), 1)
     assert (fewer.batch, fewer.k) == (1, 2), "a drafter that found two of four"
     assert run_step(clock, step({"a": 3}, {"a": [1, 2]}), 0) is None, "more than were drafted"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm_draft_spec.settings import OWN, SECTION, read_settings
@@ -52,6 +53,11 @@ def check(vllm_config: Any) -> None:
             "vllm_draft_spec has a proposer for method %s only; that of %s stays vLLM's", METHOD, speculative.method
         )
         return
+    if settings.draft != OWN and is_pruned(speculative.draft_model_config.model):
+        raise ValueError(
+            f"{speculative.draft_model_config.model}: its head is pruned, which vLLM cannot load; pass the {SECTION} "
+            f"setting draft: {OWN}"
+        )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise ValueError(
@@ -64,6 +70,11 @@ def check(vllm_config: Any) -> None:
             "cannot save the draft's time there; unset it",
             V2_SWITCH,
         )
+
+
+def is_pruned(folder: str) -> bool:
+    """As specdec.pruned has it, which imports more than is needed before the own draft is asked for."""
+    return (Path(folder) / "head_ids.json").is_file()
 
 
 def check_own(vllm_config: Any) -> None:

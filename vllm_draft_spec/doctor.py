@@ -125,6 +125,7 @@ def examine(target: Model, draft: Model, plan: Plan) -> list[Finding]:
         vocabulary_finding(target, draft),
         context_finding(target, draft),
         own_finding(target, draft, plan) if plan.own else cache_finding(target, draft, plan.cache_gib),
+        *head_findings(draft, plan),
     ]
 
 
@@ -180,6 +181,13 @@ def cache_finding(target: Model, draft: Model, cache_gib: float) -> Finding:
         f"{both:,} tokens instead of {alone:,}, {alone - both:,} fewer ({1 - both / alone:.0%})"
     )
     return Finding(level="ok", about="KV cache", text=text)
+
+
+def head_findings(draft: Model, plan: Plan) -> list[Finding]:
+    if plan.own or not (Path(draft.name) / "head_ids.json").is_file():
+        return []
+    text = "the draft's head is pruned to some tokens, which vLLM cannot load; the plugin can: --own"
+    return [Finding(level="error", about="head", text=text)]
 
 
 def own_finding(target: Model, draft: Model, plan: Plan) -> Finding:

@@ -32,12 +32,14 @@ ANCHORS = (
 
 class PluginDrafter(DraftModelProposer):
     """In the place of vLLM's DraftModelProposer, which the runner makes and asks for with isinstance. fed_tokens: what
-    the draft was fed in this step besides the usual, over all rows, because it had missed it."""
+    the draft was fed in this step besides the usual, over all rows, because it had missed it. captured: a CUDA graph
+    was made in this step, so that its time says nothing."""
 
     runner: Any
     draft_model_config: Any
     max_model_len: int
     fed_tokens: int
+    captured = False
 
     def __new__(cls, vllm_config: Any, device: torch.device, runner: Any = None) -> PluginDrafter:
         chosen: type[PluginDrafter] = class_for(vllm_config) if cls is PluginDrafter else cls

@@ -1,5 +1,6 @@
 """The draft model as specdec runs it, one row a slot: the tokens of every request on the device, the draft's cache, and
-what it must be fed before it can draft.
+what it must be fed before it can draft. A draft step works on buffers that stay where they are, so that it can be
+replayed as a CUDA graph.
 
 The device knows where each text ends (`state.lengths_B`), the host only how far it may be from there. So everything is
 fed by its distance from the end, and nothing here waits for the device. Feeding a token that the draft has read already
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specdec.drafter import ModelDrafter, Proposal
-from specdec.sampling import Features
+from specdec.graphs import GraphRounds, row_counts
+from specdec.round import EagerRounds
+from specdec.sampling import Features, verify_drafts
 from specdec.state import RowState
 from specdec.window import Window, WindowCache
 from vllm_draft_spec.memory import WINDOW_CHUNK, window_margin
@@ -33,38 +36,59 @@ def window_of(recent: int, sinks: int, k_max: int) -> Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """`count` tokens of a slot: from `back` before the end of its text, or from its start (None). end: a bound on the
-    position after the last one, for the host."""
+    """`count` tokens of a slot: from `back` before the end of its text on, or where that is None from `start` on.
+    end: a bound on the position after the last one, for the host."""
 
     slot: int
-    back: int | None
+    back: int | None = None
+    start: int = 0
     count: int
     end: int
 
 
 def forwards(feeds: Iterable[Feed], chunk: int) -> Iterator[list[Feed]]:
-    """The same in pieces that fit into a forward each, a slot's in order; rows of like length share one, so that at
-    most half of it is padding."""
-    groups: dict[tuple[int, int], list[Feed]] = defaultdict(list)
+    """The same in pieces that fit into a forward each: a slot's in order, what is counted from the text's start first,
+    and only one of a slot in a forward. Rows of like length share one, so that at most half of it is padding."""
+    groups: dict[tuple[bool, int, int], list[Feed]] = defaultdict(list)
     for feed in feeds:
-        for number, start in enumerate(range(0, feed.count, chunk)):
-            count = min(chunk, feed.count - start)
-            back = None if feed.back is None else feed.back - start
-            piece = Feed(slot=feed.slot, back=back, count=count, end=feed.end - feed.count + start + count)
-            groups[number, count.bit_length()].append(piece)
-    for _, group in sorted(groups.items(), key=lambda item: item[0][0]):
+        for number, offset in enumerate(range(0, feed.count, chunk)):
+            count = min(chunk, feed.count - offset)
+            piece = replace(
+                feed,
+                back=None if feed.back is None else feed.back - offset,
+                start=feed.start + offset,
+                count=count,
+                end=feed.end - feed.count + offset + count,
+            )
+            groups[feed.back is not None, number, count.bit_length()].append(piece)
+    for _, group in sorted(groups.items(), key=lambda item: item[0]):
         rows = max(1, FORWARD_TOKENS // max(piece.count for piece in group))
         group.sort(key=lambda piece: piece.slot)
         yield from (group[i : i + rows] for i in range(0, len(group), rows))
 
 
 class OwnDraft:
-    """A drafter's model and cache for `num_slots` requests of up to `max_tokens` tokens each."""
+    """A drafter's model and cache for `num_slots` requests of up to `max_tokens` tokens each, `k_max` drafts at a time.
+
+    graphs: draft steps are replayed as CUDA graphs (specdec.graphs), each made when it is first needed."""
 
     def __init__(
-        self, drafter: ModelDrafter, *, target_size: int, num_slots: int, max_tokens: int, window: Window | None
+        self,
+        drafter: ModelDrafter,
+        *,
+        target_size: int,
+        num_slots: int,
+        max_tokens: int,
+        k_max: int,
+        window: Window | None = None,
+        graphs: bool = False,
     ) -> None:
         drafter.build(target_size, num_slots, max_tokens, window)
+        # No target here: of a round only its drafts are made.
+        model, eager = drafter.model, EagerRounds(drafter.model, 0, verify_drafts)
+        self.rounds: EagerRounds | GraphRounds = eager
+        if graphs:
+            self.rounds = GraphRounds(eager, model, num_slots=num_slots, k_max=k_max, vocab_size=target_size)
         self.drafter = drafter
         self.chunk = CHUNK if window is None else WINDOW_CHUNK
         self.device, self.cache = drafter.model.device, drafter.model.cache
@@ -111,29 +135,37 @@ class OwnDraft:
         self.cache.first_B[slots_R] = self.state.lengths_B[slots_R] - back
 
     def propose(self, k: int, slots: Sequence[int], temperature_B: Tensor, greedy: bool, longest: int) -> Proposal:
-        """k drafts for each of the slots in use, of which those in `slots` count. temperature_B: 0 for a row that takes
-        the most likely token; greedy: all do. longest: a bound on the length of the texts."""
-        num_rows = len(temperature_B)
-        self.state.law.temperature_B[:num_rows] = temperature_B
+        """k drafts for each of the slots in use, of which those in `slots` count; good until the next call.
+        temperature_B: 0 for a row that takes the most likely token; greedy: all do. longest: a bound on the length of
+        the texts."""
+        used = len(temperature_B)
+        self.state.law.temperature_B[:used] = temperature_B
         self.state.active_B.zero_().index_fill_(0, self._on_device(slots), True)
         features = Features(all_greedy=greedy, any_greedy=not greedy)
-        return self.drafter.propose(self.state.head(num_rows), k, features, min(self.cache.capacity, longest + k))
+        # A ring is always read whole; to say so keeps one graph from becoming many.
+        live = self.cache.capacity if isinstance(self.cache, WindowCache) else min(self.cache.capacity, longest + k)
+        return self.rounds.propose(self.drafter, self.state.head(self.rounds.rows(used)), k, features, live)
 
     @torch.inference_mode()
     def rehearse(self, k: int) -> None:
-        """The largest forwards there will be, for whoever measures memory; before the first request."""
+        """The largest forwards there will be, and with graphs every number of rows, for whoever measures memory; before
+        the first request."""
         num_slots = len(self.state.lengths_B)
         rows = min(num_slots, FORWARD_TOKENS // self.chunk)
         count = min(self.chunk, self.max_tokens)
-        self.feed(Feed(slot=slot, back=None, count=count, end=self.cache.capacity) for slot in range(rows))
-        self.propose(k, range(num_slots), torch.ones(num_slots, device=self.device), False, self.max_tokens)
+        self.feed(Feed(slot=slot, count=count, end=self.cache.capacity) for slot in range(rows))
+        sizes = row_counts(num_slots) if isinstance(self.rounds, GraphRounds) else [num_slots]
+        for used in sizes:
+            for greedy in (True, False):
+                self.propose(k, range(used), torch.ones(used, device=self.device), greedy, self.max_tokens)
 
     def _forward(self, group: list[Feed]) -> None:
         q = max(feed.count for feed in group)
         slots, counts = [feed.slot for feed in group], [feed.count for feed in group]
-        backs_R = self._on_device([-1 if feed.back is None else feed.back for feed in group])
+        from_end_R = self._on_device([feed.back is not None for feed in group])
+        offsets_R = self._on_device([feed.start if feed.back is None else -feed.back for feed in group])
         slots_R = self._on_device(slots)
-        starts_R = torch.where(backs_R < 0, 0, self.state.lengths_B[slots_R] - backs_R)
+        starts_R = self.state.lengths_B[slots_R] * from_end_R + offsets_R
         columns_Rq = starts_R[:, None] + torch.arange(q, device=self.device)
         inside_Rq = columns_Rq.clamp(0, self.state.tokens_BT.shape[1] - 1)
         tokens_Rq = self.state.tokens_BT[slots_R[:, None], inside_Rq]

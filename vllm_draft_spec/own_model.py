@@ -32,16 +32,16 @@ def load_drafter(vllm_config: Any, device: torch.device) -> Any:
     return load_model_draft(
         draft.model,
         target_size=target.get_vocab_size(),
-        tokenizer=None if target.skip_tokenizer_init else _tokenizer(target),
+        tokenizer=_target_tokenizer(target),
         dtype=target.dtype,
         device=device,
     )
 
 
-def _tokenizer(model_config: Any) -> Any:
-    from transformers import AutoTokenizer
+def _target_tokenizer(model_config: Any) -> Any:
+    from specdec.loading import tokenizer_of
 
     try:
-        return AutoTokenizer.from_pretrained(model_config.tokenizer)
-    except (OSError, ValueError):
+        return tokenizer_of(model_config.tokenizer)
+    except ValueError:
         return None

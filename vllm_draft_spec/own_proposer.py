@@ -76,7 +76,9 @@ class OwnProposer(PluginDrafter):
             target_size=self.vllm_config.model_config.get_vocab_size(),
             num_slots=self.max_batch_size,
             max_tokens=self.max_model_len,
+            k_max=settings.k_max,
             window=window,
+            graphs=self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager,
         )
         # The runner stops drafting for all rows when one comes near this length. Here each row has its own end.
         self.runner.effective_drafter_max_model_len = 2**31
@@ -107,7 +109,7 @@ class OwnProposer(PluginDrafter):
     @torch.inference_mode()
     def before_step(self, scheduler_output: Any) -> None:
         """Requests that ended, or were put back (their tokens come again when they resume), give up their slots."""
-        self.fed_tokens = 0
+        self.fed_tokens, self.captured = 0, False
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for source, to in self.rows.release(
             [*scheduler_output.finished_req_ids, *without_drafts(scheduler_output), *resumed]
@@ -130,7 +132,7 @@ class OwnProposer(PluginDrafter):
         self._last_draft_probs = None
         if k == 0:
             return torch.empty(len(rows), 0, device=self.device, dtype=torch.int64)
-        return self._draft(rows, k, slots_B, ends_B, kwargs["sampling_metadata"])
+        return self._draft(rows, k, slots_B, kwargs["sampling_metadata"])
 
     def _step_rows(self, metadata: Any) -> list[StepRow]:
         batch, starts = self.runner.input_batch, metadata.query_start_loc_cpu.tolist()
@@ -182,18 +184,16 @@ class OwnProposer(PluginDrafter):
         self.draft.feed(feeds)
 
     def _skip(self, row: Row) -> list[Feed]:
-        """With a window, over what lies between the sinks and the window; the sinks, if they are to be fed first."""
+        """With a window, over what lies between the sinks and the window. The sinks are read (again: those of a short
+        text may have been drafts)."""
         recent, sinks = max(self.settings.window, MISSED_AFTER_DRAFTS), self.settings.sinks
-        started, row.started = row.started, True
         if row.missed <= recent + sinks:
             return []
         self.draft.skip_to([row.slot], recent)
         row.missed = recent
-        return [] if started or not sinks else [Feed(slot=row.slot, back=None, count=sinks, end=sinks)]
+        return [Feed(slot=row.slot, count=sinks, end=sinks)] if sinks else []
 
-    def _draft(
-        self, rows: list[StepRow], k: int, slots_B: torch.Tensor, next_position_B: torch.Tensor, sampling: Any
-    ) -> torch.Tensor:
+    def _draft(self, rows: list[StepRow], k: int, slots_B: torch.Tensor, sampling: Any) -> torch.Tensor:
         ready = [each for each in rows if not each.partial and each.row.missed <= MISSED_AFTER_DRAFTS]
         if not ready:
             return torch.full((len(rows), k), -1, device=self.device, dtype=torch.int64)
@@ -201,11 +201,11 @@ class OwnProposer(PluginDrafter):
             each.row.drafted = True
         temperature_B, greedy = self._temperatures(len(rows), sampling)
         by_slot = torch.zeros(len(self.rows), device=self.device).index_copy_(0, slots_B, temperature_B)
-        longest = max(each.ends for each in rows)
+        longest, captures = max(each.ends for each in rows), self.draft.rounds.captures
         proposal = self.draft.propose(k, [each.row.slot for each in ready], by_slot, greedy, longest)
+        self.captured = self.draft.rounds.captures > captures
         ids_Bk, laws = proposal.drafts_BK[slots_B], proposal.draft_probs_BKV
-        room_B = torch.minimum(proposal.num_drafts_B[slots_B], self.draft.max_tokens - next_position_B)
-        room_B = room_B * self.draft.state.active_B[slots_B]
+        room_B = (proposal.num_drafts_B * self.draft.state.active_B[: len(proposal.num_drafts_B)])[slots_B]
         laws_BkV = None if laws is None else laws[slots_B]
         ids_Bk, self._last_draft_probs = drop_beyond(ids_Bk, laws_BkV, room_B)
         return ids_Bk

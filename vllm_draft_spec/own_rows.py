@@ -21,15 +21,13 @@ MISSED_AFTER_DRAFTS = 2
 @dataclass(kw_only=True)
 class Row:
     """One request. missed: at most so many of its tokens the draft has not read. drafted: drafts were made at the end
-    of its latest step. pending: its last token has not been read by the target. started: the draft has read its first
-    tokens, the sinks of a window."""
+    of its latest step. pending: its last token has not been read by the target."""
 
     name: str
     slot: int
     missed: int = 0
     drafted: bool = False
     pending: bool = False
-    started: bool = False
 
     def advance(self, scheduled: int, discarded: bool) -> None:
         """A step read `scheduled` tokens of it, drafts among them; `discarded`: a part of its prompt only, so that no

@@ -79,8 +79,9 @@ def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if watch is None or not ran:
         return output
     watch.laws.keep(self.input_batch.req_ids, self._draft_probs, self.requests)
-    caught_up = watch.drafter.fed_tokens if watch.drafter is not None else 0
-    watch.clock.end(watch.k, caught_up)
+    drafter = watch.drafter
+    caught_up, captured = (drafter.fed_tokens, drafter.captured) if drafter is not None else (0, False)
+    watch.clock.end(watch.k, caught_up, timed=not captured)
     carrier = getattr(output, "_model_runner_output", output)  # inside, when the scheduler runs ahead
     if getattr(carrier, "req_ids", None):  # the empty output is one object for all steps
         carrier.specdec_times = watch.clock.newest()

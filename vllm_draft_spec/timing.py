@@ -67,8 +67,8 @@ class StepClock:
         self._rows = frozenset(scheduler_output.num_scheduled_tokens)
         self.mark()
 
-    def end(self, k: int, caught_up: int) -> None:
-        """The step is over; it drafted k tokens a row."""
+    def end(self, k: int, caught_up: int, *, timed: bool = True) -> None:
+        """The step is over; it drafted k tokens a row, in a time that says something or not."""
         drafted, self._drafted = self._drafted, None
         if self._plain_k is None or len(self._marks) != 4:
             return
@@ -76,7 +76,8 @@ class StepClock:
         # A drafter may have found fewer than it was asked for; the round's length is what was verified.
         if drafted is not None and self._plain_k <= drafted.k and drafted.rows == self._rows:
             self._open.append((replace(drafted, k=self._plain_k), (fed, drafting), len(self._rows)))
-        self._drafted = Drafted(rows=self._rows, k=k, caught_up=caught_up, marks=tuple(self._marks))
+        if timed:
+            self._drafted = Drafted(rows=self._rows, k=k, caught_up=caught_up, marks=tuple(self._marks))
 
     def newest(self) -> StepTimes | None:
         """The latest round that the device has finished and that was not given out before."""
