@@ -20,7 +20,7 @@ from pipeline.results import read_result, stage_files
 from pipeline.stage import data_root
 
 REQUIRED = {"04_bench_engine": ("G1", "G2")}
-ALWAYS_FATAL = ("G1", "G2")
+ALWAYS_FATAL = ("G1", "G1 with graphs", "G2")
 
 
 def problems(result: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The engine on a GPU: a captured round equals eager rounds, and gate G1 holds there too.
+"""The engine on a GPU: a captured round equals eager rounds, and gate G1 holds there too, with and without graphs.
 
     python -m bench.gpu_check --out results/gpu_check.json      # needs an NVIDIA GPU
 
@@ -7,8 +7,10 @@ Tiny random models: this checks what is computed, not how fast.
 
 import argparse
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from bench.lossless_suites import demo_suites
 from pipeline.results import gate, write_result
 from specdec import Engine
 
+LAWS: Mapping[str, Mapping[str, Any]] = {"G1": {}, "G1 with graphs": {"graphs": True}}  # gates, and Engine's options
 
-def gpu_engine(suite: Suite, num_requests: int) -> Engine:
+
+def gpu_engine(suite: Suite, num_requests: int, **options: Any) -> Engine:
     """The suite's engine with its models on the GPU; the laws are enumerated from the CPU's copies."""
 
     def moved(model: PreTrainedModel | None) -> PreTrainedModel | None:
@@ -30,7 +34,7 @@ def gpu_engine(suite: Suite, num_requests: int) -> Engine:
 
     target, draft = moved(suite.target), moved(suite.draft)
     assert target is not None
-    return build_engine(replace(suite, target=target, draft=draft), num_requests)
+    return build_engine(replace(suite, target=target, draft=draft), num_requests, **options)
 
 
 def check_capture() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -52,10 +56,14 @@ def main() -> None:
     capture_rows, capture = check_capture()
     for row in capture_rows:
         print(row, flush=True)
-    law_rows = run_g1(demo_suites(), samples=args.samples, seed=0, engine_factory=gpu_engine)
-    gates = {"capture": capture, "G1": g1_gate(law_rows)}
-    print(format_table(law_rows))
-    write_result(args.out, stage="gpu_check", run="tiny", rows=capture_rows + law_rows, gates=gates, started=started)
+    rows, gates = list(capture_rows), {"capture": capture}
+    for name, options in LAWS.items():
+        factory = partial(gpu_engine, **options)
+        law_rows = run_g1(demo_suites(), samples=args.samples, seed=0, engine_factory=factory)
+        print(format_table(law_rows))
+        gates[name] = g1_gate(law_rows)
+        rows += [row | {"gate": name} for row in law_rows]
+        write_result(args.out, stage="gpu_check", run="tiny", rows=rows, gates=gates, started=started)
     for name, record in gates.items():
         print(name, record["state"], record["reason"])
     print(f"written to {args.out}")

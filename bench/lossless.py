@@ -95,8 +95,8 @@ class AcceptanceFinding:
 EngineFactory = Callable[[Suite, int], Engine]
 
 
-def build_engine(suite: Suite, num_requests: int) -> Engine:
-    """The engine under test, with draft lengths that cycle through suite.ks."""
+def build_engine(suite: Suite, num_requests: int, **options: Any) -> Engine:
+    """The engine under test, with draft lengths that cycle through suite.ks; options: Engine's."""
     longest = max(len(case.prompt) + case.params.max_tokens for case in suite.cases)
     return Engine(
         suite.target,
@@ -106,6 +106,7 @@ def build_engine(suite: Suite, num_requests: int) -> Engine:
         num_slots=num_requests if suite.in_step else min(suite.num_slots, max(1, num_requests // 3)),
         capacity=longest + suite.spare_capacity,
         prefill_chunk=longest if suite.in_step else 4,
+        **options,
     )
 
 

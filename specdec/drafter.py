@@ -201,7 +201,8 @@ class ModelDrafter:
             usable_B = torch.isfinite(constrained_B1V.amax(-1)).squeeze(1)
             constrained_B1V = torch.where(usable_B.view(-1, 1, 1), constrained_B1V, 0.0)
         if self.min_confidence:
-            confidence_B = constrained_B1V.squeeze(1).softmax(-1).amax(-1)
+            precise = torch.promote_types(constrained_B1V.dtype, torch.float32)
+            confidence_B = constrained_B1V.squeeze(1).softmax(-1, dtype=precise).amax(-1)
             usable_B = usable_B & (confidence_B >= self.min_confidence)
         if features.all_greedy:
             token_B = constrained_B1V.argmax(-1).squeeze(1)

@@ -25,7 +25,7 @@ from specdec.model import CachedModel
 from specdec.report import RowReport, read_report, round_stats
 from specdec.request import Completion, Request
 from specdec.round import EagerRounds
-from specdec.sampling import verify_drafts
+from specdec.sampling import Features, verify_drafts
 from specdec.slots import Slot, check_sizes
 from specdec.state import RowState, features_of
 from specdec.stats import AcceptanceStats, RoundStats
@@ -97,6 +97,8 @@ class Engine:
         self._state = RowState.empty(num_slots, buffer, self._target.device)
         self._slots: list[Slot | None] = [None] * num_slots
         self._ragged = False
+        self._decoding: list[int] = []  # tickets of the last round's rows, whose features these are
+        self._features = Features()
         self._queue: deque[tuple[int, Request]] = deque()
         self._done: list[tuple[int, Completion]] = []
         self._tickets = 0
@@ -248,6 +250,13 @@ class Engine:
             self._state.quota_B.fill_(self.k_max)
         self._ragged = ragged
 
+    def _features_of(self, slots: list[Slot]) -> Features:
+        """What the rows' parameters ask for; looked at anew when other requests decode than in the last round."""
+        tickets = [slot.ticket for slot in slots]
+        if tickets != self._decoding:
+            self._decoding, self._features = tickets, features_of([slot.request.params for slot in slots])
+        return self._features
+
     def _round(self) -> None:
         slots = [slot for slot in self._slots if slot is not None and slot.decoding]
         lengths = self._lengths.choose(slots, self._last_round)
@@ -255,7 +264,7 @@ class Engine:
         timer = PhaseTimer(self._target.device)
         self._set_quotas(slots, lengths)
         state, captures = self._state.head(self._rounds.rows(slots[-1].row + 1)), self._rounds.captures
-        features = features_of([slot.request.params for slot in slots])
+        features = self._features_of(slots)
         live = max(slot.length for slot in slots) + k
         drafter = self._drafter if k > 0 else None
         drafting = [slot for slot, own in zip(slots, lengths, strict=True) if own > 0]

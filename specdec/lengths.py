@@ -36,7 +36,7 @@ class Lengths:
         lengths = list(self._ask(slots, last_round))
         if len(lengths) != len(slots):
             raise ValueError(f"choose_rows gave {len(lengths)} draft lengths for {len(slots)} rows; expected one a row")
-        for k in lengths:
+        for k in set(lengths):
             if not (isinstance(k, Integral) and 0 <= k <= self.k_max):
                 raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
         return [int(k) for k in lengths]

@@ -1,22 +1,22 @@
 """Reading the one packed tensor that a round sends to the host."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from specdec.request import TokenLogprobs
-from specdec.stats import AcceptanceStats, RoundStats
+from specdec.stats import RoundStats, came_to
 
 # Columns of the packed int64 report before the J committed tokens.
 REPORT_COLUMNS = ("committed", "accepted", "reached", "lacking", "drafted", "stopped", "target_bad", "draft_bad")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowReport:
+class RowReport(NamedTuple):
     """What a round did to one row; `reached` and `accepted` count draft positions from the first on. lacking: 1 when
-    the next position would have been reached too, had the drafter proposed a token there."""
+    the next position would have been reached too, had the drafter proposed a token there. (A tuple: one is made for
+    every row of every round, while the device waits.)"""
 
     committed: int
     accepted: int
@@ -28,15 +28,6 @@ class RowReport:
     draft_bad: bool
     token_ids: list[int]
     logprobs: TokenLogprobs | None
-
-    def acceptance(self, k: int) -> AcceptanceStats:
-        return AcceptanceStats(
-            rounds=1,
-            tokens=self.committed,
-            drafted=self.drafted,
-            reached=[int(self.reached > i) for i in range(k)],
-            accepted=[int(self.accepted > i) for i in range(k)],
-        )
 
 
 def round_stats(
@@ -55,9 +46,9 @@ def round_stats(
         rows=len(reports),
         tokens=sum(r.committed for r in reports),
         drafted=sum(r.drafted for r in reports),
-        reached=tuple(sum(r.reached > i for r in reports) for i in range(k)),
-        accepted=tuple(sum(r.accepted > i for r in reports) for i in range(k)),
-        lacking=tuple(sum(r.lacking for r in reports if r.reached == i) for i in range(k)),
+        reached=tuple(came_to([r.reached for r in reports], k)),
+        accepted=tuple(came_to([r.accepted for r in reports], k)),
+        lacking=tuple(_lacking(reports, k)),
         caught_up=caught_up,
         timed=timed,
         draft_s=seconds["draft"] if k > 0 else 0.0,
@@ -66,16 +57,25 @@ def round_stats(
     )
 
 
+def _lacking(reports: Sequence[RowReport], k: int) -> list[int]:
+    lacking = [0] * (k + 1)
+    for report in reports:
+        lacking[report.reached] += report.lacking
+    return lacking[:k]
+
+
 def read_report(packed: Tensor, rows: Sequence[int], k: int, top_logprobs: int) -> list[RowReport]:
     """One RowReport for each of `rows` from the packed int64 [B, columns] tensor, already on the host."""
     table = packed.numpy()[list(rows)]
     head = len(REPORT_COLUMNS)
     values = table[:, : head + k + 1].tolist()
     return [
-        RowReport(
-            **dict(zip(REPORT_COLUMNS, row[:head], strict=True)),
-            token_ids=row[head : head + row[0]],
-            logprobs=_read_logprobs(line[head + k + 1 :], row[0], k + 1, top_logprobs) if top_logprobs else None,
+        RowReport._make(
+            [
+                *row[:head],
+                row[head : head + row[0]],
+                _read_logprobs(line[head + k + 1 :], row[0], k + 1, top_logprobs) if top_logprobs else None,
+            ]
         )
         for row, line in zip(values, table, strict=True)
     ]

@@ -28,6 +28,11 @@ class Features:
     top_p: bool = False
     max_top_k: int = 0
 
+    @property
+    def argmax_only(self) -> bool:
+        """Whether the largest raw logit of each position is all that matters."""
+        return self.all_greedy and not (self.penalties or self.allowed or self.min_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LawParams:
@@ -60,8 +65,11 @@ def constrain_logits(
     logits_BJV: raw logits; positions_BJ: index in the sequence of the token each position decides; counts_BJV:
     occurrences of every token in the output before that position (needed with features.penalties).
     Returns (logits_BJV in at least float32, bad_BJ): bad marks a NaN, a +inf or no finite logit; such a position
-    gets flat logits, so that nothing after it sees a NaN.
+    gets flat logits, so that nothing after it sees a NaN. With features.argmax_only they come back as they are: their
+    argmax is the same in any precision, and copies of them would take longer than all that a greedy rule does.
     """
+    if features.argmax_only:
+        return logits_BJV, ~torch.isfinite(logits_BJV.amax(-1))
     logits_BJV = logits_BJV.to(torch.promote_types(logits_BJV.dtype, torch.float32))
     bad_BJ = ~torch.isfinite(logits_BJV.amax(-1))
     logits_BJV = torch.where(bad_BJ.unsqueeze(-1), 0.0, logits_BJV)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from specdec.feed import Feed
 from specdec.report import RowReport, join_logprobs
 from specdec.request import Completion, Request, TokenLogprobs
-from specdec.stats import AcceptanceStats
+from specdec.stats import Tally
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class Slot:
     draft_bad: bool = False
     finish_reason: str | None = None
     error: str | None = None
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    tally: Tally = field(default_factory=Tally)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
@@ -39,7 +39,9 @@ class Slot:
         """Take over what a round of k drafts did to this row."""
         self.tokens.extend(report.token_ids)
         self.target_len = self.length - 1
-        self.stats = self.stats + report.acceptance(k)
+        self.tally.add(
+            tokens=report.committed, drafted=report.drafted, reached=report.reached, accepted=report.accepted, k=k
+        )
         self.draft_bad |= report.draft_bad
         if report.logprobs is not None:
             self.logprobs.append(report.logprobs)
@@ -61,7 +63,7 @@ class Slot:
             token_ids=self.tokens[len(self.request.prompt_ids) :],
             finish_reason=self.finish_reason,
             error=self.error,
-            stats=self.stats,
+            stats=self.tally.stats,
             logprobs=join_logprobs(self.logprobs),
         )
 

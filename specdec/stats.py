@@ -5,9 +5,9 @@ before it; acceptance by position is conditional on that. (Dividing by all draft
 rates before it, and under a changing k with the choice of k.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 
 def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
@@ -46,6 +46,45 @@ class AcceptanceStats:
     def tokens_per_round(self) -> float:
         """Mean over row-rounds (not over requests) of the tokens committed in a round; nan before the first."""
         return self.tokens / self.rounds if self.rounds else float("nan")
+
+
+def came_to(furthest: Iterable[int], k: int) -> list[int]:
+    """How many of the numbers came to position 1, 2, ... k, each being the furthest position that one came to."""
+    ended = [0] * (k + 1)
+    for position in furthest:
+        ended[position] += 1
+    return list(accumulate(ended[:0:-1]))[::-1]
+
+
+@dataclass
+class Tally:
+    """AcceptanceStats of one row in the making: a few additions a round."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    k: int = 0
+    reached: list[int] = field(default_factory=list)  # of each round, how many positions
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, *, tokens: int, drafted: int, reached: int, accepted: int, k: int) -> None:
+        """One round of k drafts."""
+        self.rounds += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        self.k = max(self.k, k)
+        self.reached.append(reached)
+        self.accepted.append(accepted)
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        return AcceptanceStats(
+            rounds=self.rounds,
+            tokens=self.tokens,
+            drafted=self.drafted,
+            reached=came_to(self.reached, self.k),
+            accepted=came_to(self.accepted, self.k),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

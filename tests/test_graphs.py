@@ -209,6 +209,16 @@ def test_requests_come_and_go_between_replays(pair: Pair) -> None:
     assert engines[1].captured.failed is None
 
 
+def test_more_stop_ids_than_any_request_before_are_seen(pair: Pair) -> None:
+    """They go to a wider tensor; a graph that was made before reads the old one for ever."""
+    engines = pair.engines(num_slots=1)
+    assert_same(engines, greedy_requests(1))
+    params = SamplingParams(max_tokens=40, stop_ids=range(8, 24))
+    assert_same(engines, [Request(prompt_ids=[1, 2, 3], params=params)])
+    (done,) = engines[1].generate([Request(prompt_ids=[1, 2, 3], params=params)])
+    assert done.finish_reason == "stop"
+
+
 class Ragged:
     """Other lengths for every row in every round."""
 
