@@ -68,10 +68,10 @@ def constrain_logits(
     gets flat logits, so that nothing after it sees a NaN. With features.argmax_only they come back as they are: their
     argmax is the same in any precision, and copies of them would take longer than all that a greedy rule does.
     """
-    if features.argmax_only:
-        return logits_BJV, ~torch.isfinite(logits_BJV.amax(-1))
-    logits_BJV = logits_BJV.to(torch.promote_types(logits_BJV.dtype, torch.float32))
     bad_BJ = ~torch.isfinite(logits_BJV.amax(-1))
+    if features.argmax_only:
+        return logits_BJV, bad_BJ
+    logits_BJV = logits_BJV.to(torch.promote_types(logits_BJV.dtype, torch.float32))
     logits_BJV = torch.where(bad_BJ.unsqueeze(-1), 0.0, logits_BJV)
     if features.allowed:
         assert law.allowed_BV is not None
