@@ -30,6 +30,7 @@ from specdec.capture import capture_for
 from specdec.controller import Adaptive
 from specdec.controller_rows import RowRound
 from specdec.graphs import GraphRounds, row_counts
+from specdec.state import RowState
 from specdec.vocab import pruned_head_map
 from tests.tape import Tape, storage
 
@@ -150,6 +151,22 @@ def pruned_draft(pair: Pair) -> Any:
 @pytest.mark.parametrize("draft", [lookup_draft, parallel_draft, unsure_draft, pruned_draft], ids=lambda d: d.__name__)
 def test_every_drafter_is_replayed_as_far_as_it_can_be(pair: Pair, draft: Callable[[Pair], Any]) -> None:
     assert_same(pair.engines(lambda: draft(pair)), [*greedy_requests(3), *mixed_requests(5)])
+
+
+class Counting(NgramDrafter):
+    """Counts what it is told."""
+
+    rolled_back = 0
+
+    def roll_back(self, state: RowState) -> None:
+        self.rolled_back += 1
+
+
+def test_a_drafter_of_another_kind_is_rolled_back_after_every_replay(pair: Pair) -> None:
+    drafter = Counting(min_n=1, max_n=2)
+    engine = Engine(pair.target, drafter, k=2, num_slots=1, capacity=80, graphs=True)
+    engine.generate(greedy_requests(1))
+    assert drafter.rolled_back == engine.stats.rounds > 0
 
 
 def test_plain_decoding_is_replayed_too(pair: Pair) -> None:
