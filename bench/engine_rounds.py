@@ -22,12 +22,30 @@ from bench.shapes import Pair
 from bench.synthetic import ImposedAcceptance, label
 from specdec import Engine, Request, RoundStats, SamplingParams
 from specdec.controller import Adaptive, Controller, FixedK
+from specdec.drafter import ModelDrafter
 from specdec.lengths import Lengths
+from specdec.model import CachedModel
 
 
 def engine_options(variant: str) -> dict[str, Any]:
     """What Engine is told for a variant."""
     return {name: True for name in ("fast", "graphs") if name in variant.split("+")}
+
+
+def engine_of(pair: Pair, variant: str, **settings: Any) -> Engine:
+    """The engine of a variant. ValueError where its fast forward is off (the log says why): its times would go under a
+    wrong name."""
+    options = engine_options(variant)
+    engine = Engine(pair.target, pair.draft, **settings, **options)
+    if "fast" in options and not all(model.reads_live_only for model in models_of(engine).values()):
+        raise ValueError("the fast forward is off; the log says why")
+    return engine
+
+
+def models_of(engine: Engine) -> dict[str, CachedModel]:
+    """The target's and the draft's, by role."""
+    assert isinstance(engine._drafter, ModelDrafter)
+    return {"target": engine._target, "draft": engine._drafter.model}
 
 
 def random_requests(vocab: int, count: int, prompt_tokens: int, new_tokens: int, seed: int) -> list[Request]:
@@ -58,14 +76,9 @@ class SpeedEngine:
     def __init__(self, pair: Pair, variant: str, batch: int, sizes: Sizes) -> None:
         self.variant, self.batch, self.sizes = variant, batch, sizes
         self._seen: list[RoundStats] = []
-        self.engine = Engine(
-            pair.target,
-            pair.draft,
-            k=FixedK(sizes.k_max),
-            num_slots=batch,
-            capacity=sizes.prompt_tokens + sizes.new_tokens,
-            on_round=self._seen.append,
-            **engine_options(variant),
+        capacity = sizes.prompt_tokens + sizes.new_tokens
+        self.engine = engine_of(
+            pair, variant, k=FixedK(sizes.k_max), num_slots=batch, capacity=capacity, on_round=self._seen.append
         )
         self.acceptance = ImposedAcceptance(self.engine, 1.0)
         for k in (0, *sorted(sizes.ks)):  # every graph that a pass replays, and every kernel

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.engine_cells import Cell, Sizes
-from bench.engine_rounds import engine_options, random_requests
+from bench.engine_rounds import engine_of, models_of, random_requests
 from bench.memory import GIB, kv_bytes_per_token
 from bench.profile_cell import weight_bytes
 from bench.shapes import Pair
@@ -45,14 +45,7 @@ def measure_steps(pair: Pair, cell: Cell, sizes: Sizes, copy_gb_per_s: float) ->
     """The row of a "steps" cell. ValueError where the caches do not fit."""
     capacity = cell.context + (sizes.repeats + _WARM) * (_ROUND_K + 1)
     check_room(pair, cell.batch, capacity)
-    engine = Engine(
-        pair.target,
-        pair.draft,
-        k=FixedK(sizes.k_max),
-        num_slots=cell.batch,
-        capacity=capacity,
-        **engine_options(cell.variant),
-    )
+    engine = engine_of(pair, cell.variant, k=FixedK(sizes.k_max), num_slots=cell.batch, capacity=capacity)
     fill_rows(engine, cell.context, capacity - cell.context)
     times = step_times(engine, cell, sizes)
     rounds = round_times(engine, sizes)
@@ -111,11 +104,6 @@ def fill_rows(engine: Engine, context: int, new_tokens: int) -> None:
         slot.target_len, slot.decoding = context - 1, True
         drafter._held[slot.row] = context - 1
     engine._state.active_B.fill_(True)
-
-
-def models_of(engine: Engine) -> dict[str, CachedModel]:
-    assert isinstance(engine._drafter, ModelDrafter)
-    return {"target": engine._target, "draft": engine._drafter.model}
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from specdec.fast_attention import attend
 from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import Product, Scratch, choose_tilings, graph_seconds
+from specdec.fast_linear import Choices, Product, Scratch, choose_tilings, graph_seconds
 from specdec.kvcache import Plan, RaggedCache
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -25,6 +25,7 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TILINGS: Choices = {}  # timed once a process: engines are made again and again on one model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ class FastDecoder:
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
             if device.type == "cuda" and not INTERPRETED:
-                choose_tilings([*(p for layer in self.layers for p in layer.products), self.head], graph_seconds)
+                products = [*(p for layer in self.layers for p in layer.products), self.head]
+                choose_tilings(products, graph_seconds, _TILINGS)
 
     def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""

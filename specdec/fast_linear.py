@@ -126,6 +126,11 @@ class Product:
     single: Tiling | None = None
     few: Tiling | None = None
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What its time depends on."""
+        return *self.weight_NK.shape, self.bias_N is not None, self.weight_NK.dtype, self.weight_NK.device
+
     def __call__(self, x_MK: Tensor) -> Tensor:
         """x W^T + b: [M, K] -> [M, N]."""
         rows = len(x_MK)
@@ -133,6 +138,10 @@ class Product:
         if tiling is None:
             return functional.linear(x_MK, self.weight_NK, self.bias_N)
         return split_product(x_MK, self.weight_NK, self.bias_N, tiling, self.scratch)
+
+
+# By kind and number of products: for one row, for few.
+Choices = dict[tuple[object, ...], tuple[Tiling | None, Tiling | None]]
 
 
 def split_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, scratch: Scratch) -> Tensor:
@@ -162,19 +171,23 @@ def split_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling
     return out_MN
 
 
-def choose_tilings(products: Sequence[Product], seconds: Callable[[Callable[[], object]], float]) -> None:
-    """Give all products of each shape what is fastest there for one and for several rows. seconds: how long a call
-    takes (`graph_seconds`)."""
-    by_shape: dict[tuple[int, ...], list[Product]] = {}
+def choose_tilings(
+    products: Sequence[Product], seconds: Callable[[Callable[[], object]], float], known: Choices
+) -> None:
+    """Give all products of each shape what is fastest there for one and for several rows, and note it in `known`, where
+    the next engine on such a model finds it. seconds: how long a call takes (`graph_seconds`)."""
+    by_shape: dict[tuple[object, ...], list[Product]] = {}
     for product in products:
-        by_shape.setdefault((*product.weight_NK.shape, product.bias_N is not None), []).append(product)
-    for N, *_ in by_shape:
+        by_shape.setdefault(product.kind, []).append(product)
+    for N in {len(product.weight_NK) for product in products}:
         for tiling in _candidates(N):
             products[0].scratch.reserve(*tiling.scratch(N))
-    for group in by_shape.values():
-        single, few = (_fastest(group, rows, seconds) for rows in (1, MAX_ROWS // 2))
+    for kind, group in by_shape.items():
+        key = (*kind, len(group))
+        if key not in known:
+            known[key] = _fastest(group, 1, seconds), _fastest(group, MAX_ROWS // 2, seconds)
         for product in group:
-            product.single, product.few = single, few
+            product.single, product.few = known[key]
 
 
 def _fastest(group: list[Product], rows: int, seconds: Callable[[Callable[[], object]], float]) -> Tiling | None:

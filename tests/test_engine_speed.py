@@ -12,6 +12,7 @@ import torch
 
 from bench import engine_beside, engine_speed, engine_vllm, report, speed_gate
 from bench.engine_cells import Cell, Sizes, ordered
+from bench.engine_rounds import engine_of
 from bench.engine_speed import Rows, measure_all, with_speedups
 from bench.engine_steps import check_room
 from bench.shapes import config_of, random_pair
@@ -234,6 +235,14 @@ def test_a_context_that_does_not_fit_is_said_to(shapes: Path) -> None:
     (shapes / "Odd.json").write_text('{"model_type": "unheard of"}')
     with pytest.raises(ValueError, match="no config of a model that transformers knows"):
         config_of(shapes, "Odd")
+
+
+def test_a_fast_variant_that_fell_back_is_not_measured(shapes: Path) -> None:
+    """In float64 no kernel is used; eager times must not stand under the name of the fast ones."""
+    pair = random_pair(shapes, "Big", "Small", "cpu", torch.float64)
+    engine_of(pair, "eager", k=2, num_slots=1, capacity=16)
+    with pytest.raises(ValueError, match="the fast forward is off"):
+        engine_of(pair, "fast", k=2, num_slots=1, capacity=16)
 
 
 @pytest.mark.parametrize("alpha, calls", [(0.0, 20), (1.0, 4)])

@@ -67,7 +67,7 @@ def planned(cache: RaggedCache, lengths: list[int], rows: slice | list[int], q: 
         ([5, 63, 129], slice(1, 3), 5, 3, None, 0, 4),
         ([16, 70, 140], [2, 0], 5, 13, None, 0, 2),  # 65 query rows a key head: two tiles
         ([9, 70, 130], slice(0, 3), 3, 2, 20, 0, 1),
-        ([70, 66, 140], [0, 2], 5, 2, 70, 0, 4),
+        ([70, 66, 140], [0, 2], 5, 2, 76, 0, 4),  # the first query sees a block more than the last
         ([9, 70, 140], slice(0, 3), 2, 2, 10, 4, 2),
         ([9, 70, 140], slice(0, 3), 2, 1, 5, 70, 4),
     ],

@@ -77,8 +77,12 @@ def test_the_fastest_is_chosen_for_each_shape_and_torch_when_nothing_gains(kerne
         products = [product_of(n, 16, torch.float32, kernel_device, bias=False) for n in (16, 16, 32)]
         for product in products:
             product.scratch = products[0].scratch
-        choose_tilings(products, clock(monkeypatch, SMALL[1], torch_seconds))
+        known = {}
+        choose_tilings(products, clock(monkeypatch, SMALL[1], torch_seconds), known)
         assert [(p.single, p.few) for p in products] == [(expected, expected)] * 3
+        again = [product_of(16, 16, torch.float32, kernel_device, bias=False) for _ in range(2)]
+        choose_tilings(again, lambda run: pytest.fail("was timed before"), known)
+        assert [(p.single, p.few) for p in again] == [(expected, expected)] * 2
         monkeypatch.undo()
         monkeypatch.setattr(fast_linear, "CANDIDATES", tuple(SMALL))
 
@@ -89,7 +93,7 @@ def test_a_kernel_that_is_wrong_is_never_chosen(kernel_device, monkeypatch) -> N
     noted = fast_linear.split_product
     monkeypatch.setattr(fast_linear, "split_product", lambda *args: 1.001 * noted(*args))
     product = product_of(16, 16, torch.float32, kernel_device, bias=False)
-    choose_tilings([product], seconds)
+    choose_tilings([product], seconds, {})
     assert (product.single, product.few) == (None, None)
 
 
