@@ -19,7 +19,8 @@ def test_defaults_follow_num_speculative_tokens() -> None:
 
 def test_the_own_draft_sees_everything_or_a_window() -> None:
     own = read_settings({"specdec": {"draft": "own"}}, 6)
-    assert (own.draft, own.window) == ("own", 0)
+    assert (own.draft, own.window, own.fast) == ("own", 0, False)
+    assert read_settings({"specdec": {"draft": "own", "fast": True}}, 6).fast
     seeing = read_settings({"specdec": {"draft": "own", "window": 64}}, 6)
     assert (seeing.window, seeing.sinks) == (64, 4)
     assert read_settings({"specdec": {"draft": "own", "window": 64, "sinks": 0}}, 6).sinks == 0
@@ -66,6 +67,9 @@ def test_each_controller_gets_its_own_settings() -> None:
         ),
         ({"draft": "own", "window": 8, "sinks": -1}, r"sinks is -1; expected a whole number from 0 on"),
         ({"draft": "own", "window": 8.5}, r"window is 8\.5; expected a whole number"),
+        ({"fast": True}, r"specdec\.fast has no effect without draft: own"),
+        ({"draft": "own", "window": 9, "fast": True}, r"specdec\.fast has no effect with a window"),
+        ({"draft": "own", "fast": "yes"}, r"specdec\.fast is 'yes'; expected true or false"),
         (["adaptive"], r"specdec is \['adaptive'\]; expected an object with some of: controller"),
     ],
 )

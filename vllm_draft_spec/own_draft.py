@@ -70,7 +70,8 @@ def forwards(feeds: Iterable[Feed], chunk: int) -> Iterator[list[Feed]]:
 class OwnDraft:
     """A drafter's model and cache for `num_slots` requests of up to `max_tokens` tokens each, `k_max` drafts at a time.
 
-    graphs: draft steps are replayed as CUDA graphs (specdec.graphs), each made when it is first needed."""
+    graphs: draft steps are replayed as CUDA graphs (specdec.graphs), each made when it is first needed. fast: the
+    forward of specdec.fast, where that can be used."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class OwnDraft:
         k_max: int,
         window: Window | None = None,
         graphs: bool = False,
+        fast: bool = False,
     ) -> None:
-        drafter.build(target_size, num_slots, max_tokens, window)
+        drafter.build(target_size, num_slots, max_tokens, window, fast=fast)
         # No target here: of a round only its drafts are made.
         model, eager = drafter.model, EagerRounds(drafter.model, 0, verify_drafts)
         self.rounds: EagerRounds | GraphRounds = eager

@@ -78,6 +78,7 @@ class OwnProposer(PluginDrafter):
             max_tokens=self.max_model_len,
             k_max=settings.k_max,
             window=window,
+            fast=settings.fast,
             graphs=self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager,
         )
         # The runner stops drafting for all rows when one comes near this length. Here each row has its own end.

@@ -24,7 +24,7 @@ class Settings:
     has faded to 1/e. exploration: share of the time that rounds beside the best length may lose. log_interval_s:
     seconds between two lines in the log, 0 for none. draft: who runs the draft model, vllm or own (docs/vllm.md).
     window: latest tokens that the own draft attends to; 0: all of them. sinks: first tokens that it attends to
-    besides."""
+    besides. fast: the own draft's forward by specdec.fast, where that can be used."""
 
     controller: str = "adaptive"
     k_max: int
@@ -35,6 +35,7 @@ class Settings:
     draft: str = "vllm"
     window: int = 0
     sinks: int = 4
+    fast: bool = False
 
     def make_controller(self) -> Controller:
         if self.controller == "fixed":
@@ -65,9 +66,7 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
     draft = given.get("draft", Settings.draft)
     if draft not in DRAFTS:
         raise ValueError(f"{SECTION}.draft is {draft!r}; {_nearest(str(draft), DRAFTS)}")
-    for key, needed in (("window", draft == OWN), ("sinks", "window" in given)):
-        if key in given and not needed:
-            raise ValueError(f"{SECTION}.{key} has no effect without {'draft: own' if key == 'window' else 'window'}")
+    _check_own(given, draft)
     k_max = _whole(given, "k_max", num_speculative_tokens, lowest=1, highest=num_speculative_tokens)
     return Settings(
         controller=controller,
@@ -79,7 +78,21 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
         draft=draft,
         window=_tokens(given, "window", lowest=1),
         sinks=_tokens(given, "sinks", lowest=0),
+        fast=given.get("fast", Settings.fast),
     )
+
+
+def _check_own(given: Mapping[str, Any], draft: str) -> None:
+    own, window = draft == OWN, "window" in given
+    for key, has_effect, needs in (
+        ("window", own, "without draft: own"),
+        ("sinks", window, "without window"),
+        ("fast", own and not window, "with a window" if window else "without draft: own"),
+    ):
+        if key in given and not has_effect:
+            raise ValueError(f"{SECTION}.{key} has no effect {needs}")
+    if not isinstance(given.get("fast", False), bool):
+        raise ValueError(f"{SECTION}.fast is {given['fast']!r}; expected true or false")
 
 
 def _whole(given: Mapping[str, Any], key: str, default: int, *, lowest: int, highest: int) -> int:
