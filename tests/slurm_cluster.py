@@ -69,6 +69,7 @@ WITH_ACCOUNTING = """
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge/munge.socket
 AccountingStorageTRES=gres/gpu
 AccountingStorageEnforce=associations,limits,qos
 MinJobAge=2
@@ -129,7 +130,7 @@ class Cluster:
             (folder / name).mkdir(parents=True)
         ports = free_ports()
         names = {"controller": ports[0], "node1": ports[1], "node2": ports[2], "gpus": GPUS_PER_NODE}
-        rest = WITH_ACCOUNTING.format(port=ports[3]) if self.accounted else WITHOUT_ACCOUNTING
+        rest = WITH_ACCOUNTING.format(folder=folder, port=ports[3]) if self.accounted else WITHOUT_ACCOUNTING
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, user="root", **names) + rest)
         for number in range(GPUS_PER_NODE):
             (folder / "dev" / f"gpu{number}").touch()  # slurmd only asks that there is a file
