@@ -11,7 +11,7 @@ VARIANTS = ("eager", "graphs", "fast", "fast+graphs")
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The whole bench's extent. variants: of VARIANTS, the best one first; the others are measured at fewer lengths;
-    hold: rounds of a length before it is timed."""
+    warm_rounds: of each length before any is timed."""
 
     variants: Sequence[str]
     batches: Sequence[int] = (1, 16, 64, 4)
@@ -23,6 +23,7 @@ class Sizes:
     new_tokens: int = 256
     repeats: int = 20
     passes: int = 3
+    passes_of_few: int = 9  # with fewer than four rows, since acceptance is drawn
     warm_rounds: int = 3
 
     @property

@@ -48,6 +48,12 @@ def models_of(engine: Engine) -> dict[str, CachedModel]:
     return {"target": engine._target, "draft": engine._drafter.model}
 
 
+def check_captured(engine: Engine) -> None:
+    """ValueError where an engine with graphs goes on without them."""
+    if engine.captured is not None and engine.captured.failed is not None:
+        raise ValueError(f"no graphs: {engine.captured.failed}")
+
+
 def random_requests(vocab: int, count: int, prompt_tokens: int, new_tokens: int, seed: int) -> list[Request]:
     """Greedy requests with random prompts that end at their length only."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,16 +79,22 @@ class FullRounds:
 class SpeedEngine:
     """One engine for all lengths and acceptances of a variant and a batch."""
 
-    def __init__(self, pair: Pair, variant: str, batch: int, sizes: Sizes) -> None:
-        self.variant, self.batch, self.sizes = variant, batch, sizes
+    def __init__(self, pair: Pair, cell: Cell, sizes: Sizes) -> None:
+        self.variant, self.batch, self.sizes = cell.variant, cell.batch, sizes
         self._seen: list[RoundStats] = []
         capacity = sizes.prompt_tokens + sizes.new_tokens
         self.engine = engine_of(
-            pair, variant, k=FixedK(sizes.k_max), num_slots=batch, capacity=capacity, on_round=self._seen.append
+            pair,
+            cell.variant,
+            k=FixedK(sizes.k_max),
+            num_slots=cell.batch,
+            capacity=capacity,
+            on_round=self._seen.append,
         )
         self.acceptance = ImposedAcceptance(self.engine, 1.0)
         for k in (0, *sorted(sizes.ks)):  # every graph that a pass replays, and every kernel
             self._pass(FixedK(k), seed=k, most_rounds=sizes.warm_rounds)
+        check_captured(self.engine)
 
     def is_for(self, cell: Cell) -> bool:
         """Whether the cell can be measured on this engine."""
@@ -92,7 +104,9 @@ class SpeedEngine:
         """The row of a "speed" cell. The passes of every cell have the same requests and seeds."""
         self.acceptance.set(0.0 if cell.alpha is None else cell.alpha)
         controller = self._controller(cell)
-        passes = [self._pass(controller, seed=seed) for seed in range(self._passes)]
+        number = self.sizes.passes_of_few if self.batch < 4 else self.sizes.passes
+        passes = [self._pass(controller, seed=seed) for seed in range(number)]
+        check_captured(self.engine)
         rounds = [stats for each in passes for stats in each.rounds]
         total = sum((stats.acceptance for stats in rounds[1:]), rounds[0].acceptance)
         times = {
@@ -112,11 +126,6 @@ class SpeedEngine:
             **self._costs(),
         }
 
-    @property
-    def _passes(self) -> int:
-        """More of them where there are few rows, since acceptance is drawn."""
-        return self.sizes.passes * (3 if self.batch < 4 else 1)
-
     def _where(self, cell: Cell) -> dict[str, Any]:
         return {
             "engine": "specdec",
@@ -134,9 +143,9 @@ class SpeedEngine:
 
     def _costs(self) -> dict[str, Any]:
         captured = self.engine.captured
-        made = {} if captured is None else {"capture_failed": captured.failed}
-        if captured is not None and captured.failed is None:
-            made |= {"graphs": captured.held, "capture_s": captured.seconds, "capture_mib": captured.mebibytes}
+        made: dict[str, Any] = {}
+        if captured is not None:
+            made = {"graphs": captured.held, "capture_s": captured.seconds, "capture_mib": captured.mebibytes}
         memory = engine_memory(self.engine, None)
         return {**made, "kv_gib": memory["kv_gib"], "memory_gib": _allocated_gib(self.engine._target.device)}
 

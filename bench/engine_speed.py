@@ -41,13 +41,14 @@ STAGE = "engine_speed"
 TINY: Mapping[str, Any] = {
     "batches": (1, 2),
     "contexts": (24,),
-    "ks": (4, 2),
+    "ks": (4,),
     "few_ks": (4,),
     "alphas": (0.87, 0.35),
     "prompt_tokens": 8,
     "new_tokens": 16,
     "repeats": 2,
     "passes": 1,
+    "passes_of_few": 1,
 }
 
 
@@ -116,6 +117,7 @@ class SpeedBench:
         self.pair, self.shapes, self.sizes = pair, shapes, sizes
         self.copy_gb_per_s = copy_gb_per_s(pair.device)
         self._engine: SpeedEngine | None = None
+        self._impossible: dict[tuple[str, int], str] = {}
         self._vllm_rows: dict[int, dict[str, Any]] | None = None
 
     def row(self, cell: Cell) -> dict[str, Any]:
@@ -146,8 +148,19 @@ class SpeedBench:
 
     def _speed(self, cell: Cell) -> dict[str, Any]:
         if self._engine is None:
-            self._engine = SpeedEngine(self.pair, cell.variant, cell.batch, self.sizes)
+            self._engine = self._made(cell)
         return self._engine.measure(cell)
+
+    def _made(self, cell: Cell) -> SpeedEngine:
+        """An engine that cannot be made is not tried again for each of its cells."""
+        shape = (cell.variant, cell.batch)
+        if shape in self._impossible:
+            raise ValueError(self._impossible[shape])
+        try:
+            return SpeedEngine(self.pair, cell, self.sizes)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            self._impossible[shape] = str(error)
+            raise
 
     def _vllm(self, cell: Cell) -> dict[str, Any]:
         if self._vllm_rows is None:  # one process for all batches

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.engine_cells import Cell, Sizes
-from bench.engine_rounds import engine_of, models_of, random_requests
+from bench.engine_rounds import check_captured, engine_of, models_of, random_requests
 from bench.memory import GIB, kv_bytes_per_token
 from bench.profile_cell import weight_bytes
 from bench.shapes import Pair
@@ -49,6 +49,7 @@ def measure_steps(pair: Pair, cell: Cell, sizes: Sizes, copy_gb_per_s: float) ->
     fill_rows(engine, cell.context, capacity - cell.context)
     times = step_times(engine, cell, sizes)
     rounds = round_times(engine, sizes)
+    check_captured(engine)
     forwards_ms = times.draft_first_ms + (_ROUND_K - 1) * times.draft_step_ms + times.verify_ms[_ROUND_K - 1]
     floors = {f"{role}_floor_ms": floor_ms(model, cell, copy_gb_per_s) for role, model in models_of(engine).items()}
     return {

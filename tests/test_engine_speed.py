@@ -13,7 +13,7 @@ import torch
 from bench import engine_beside, engine_speed, engine_vllm, report, speed_gate
 from bench.engine_cells import Cell, Sizes, ordered
 from bench.engine_rounds import engine_of
-from bench.engine_speed import Rows, measure_all, with_speedups
+from bench.engine_speed import Rows, SpeedBench, measure_all, with_speedups
 from bench.engine_steps import check_room
 from bench.shapes import config_of, random_pair
 from bench.synthetic import ImposedAcceptance, label
@@ -21,6 +21,7 @@ from bench.tiny_models import noisy_copy, tiny_model
 from pipeline.results import gate, read_result
 from specdec import Engine, Request, SamplingParams
 from specdec import graphs as graphs_module
+from specdec import model as model_module
 from tests.tape import Tape
 
 SHAPES = {
@@ -183,7 +184,7 @@ class Counted:
 
     def row(self, cell: Cell) -> Mapping[str, Any]:
         self.now += 60
-        if cell.k == 2:
+        if cell.controller == "fixed":
             raise ValueError("this one cannot be measured\nsecond line")
         return {"engine": "specdec", "drafter": "none", "variant": "eager", "batch": cell.batch, "tokens_per_s": 1.0}
 
@@ -191,8 +192,8 @@ class Counted:
 def test_time_ends_between_two_cells_and_the_next_call_goes_on(tmp_path: Path) -> None:
     sizes = Sizes(variants=("eager",), **engine_speed.TINY)
     cells = ordered(sizes)
-    failing = [cell for cell in cells if cell.k == 2]
-    for minutes, expected in ((3, 3), (3, 5), (1e6, len(cells) - len(failing))):
+    failing = [cell for cell in cells if cell.controller == "fixed"]
+    for minutes, expected in ((3, 2), (3, 4), (1e6, len(cells) - len(failing))):
         rows = Rows(out=tmp_path / "out.json", run="tiny", obstacle="no GPU")
         bench: Any = Counted(sizes)
         complete = measure_all(bench, rows, deadline=60 * minutes - 10, clock=bench.clock)
@@ -225,6 +226,31 @@ def test_without_a_gpu_only_the_tiny_bench_runs(
     assert "configs in that folder: Big, Small" in capsys.readouterr().err
     assert engine_speed.variants_here("cpu") == ["eager"]
     assert engine_speed.variants_here("cuda")[-2:] == ["graphs", "eager"]
+
+
+def test_a_variant_that_fell_back_is_not_measured_under_its_name(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on without kernels or graphs that it cannot make; a row that says it had them would be false."""
+    pair, sizes = (
+        random_pair(shapes, "Big", "Small", "cpu", torch.float32),
+        Sizes(variants=("fast",), **engine_speed.TINY),
+    )
+    bench = SpeedBench(pair, shapes, sizes)
+    made = []
+    monkeypatch.setattr(model_module, "fast_decoder", lambda *_: made.append(1))
+    for k in (2, 4):
+        with pytest.raises(ValueError, match="the fast forward is off"):
+            bench.row(Cell(what="speed", variant="fast", alpha=0.5, controller="fixed", k=k))
+    assert len(made) == 2  # target and draft of the first attempt
+    with pytest.raises(ValueError, match="the fast forward is off"):
+        bench.row(Cell(what="steps", variant="fast", context=24))
+
+    def no_capture(*_: object) -> None:
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setattr(graphs_module, "capture_for", lambda device: Tape())
+    monkeypatch.setattr(graphs_module, "timed_capture", no_capture)
+    with pytest.raises(ValueError, match="no graphs: no graph today"):
+        bench.row(Cell(what="speed", variant="graphs"))
 
 
 def test_a_context_that_does_not_fit_is_said_to(shapes: Path) -> None:

@@ -112,7 +112,7 @@ def assert_same(engines: Sequence[Engine], requests: Sequence[Request]) -> None:
 
 
 @pytest.mark.parametrize("requests", [greedy_requests(9), mixed_requests(9)], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.slow)])
 def test_replays_decode_what_eager_rounds_decode(pair: Pair, requests: list[Request], rule: str) -> None:
     """Slots are refilled, rows end within rounds, prompts are fed in chunks, and k changes from round to round."""
     ks = [3, 0, 1, 5, 2, 5, 0, 0, 4]
@@ -282,7 +282,7 @@ class FixedClock:
         return {"draft": 0.002, "verify": 0.004, "total": 0.007}
 
 
-@pytest.mark.parametrize("plan_rows", [False, True])
+@pytest.mark.parametrize("plan_rows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_adaptive_controller_sees_the_same_rounds(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, plan_rows: bool
 ) -> None:
