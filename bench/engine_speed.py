@@ -43,7 +43,7 @@ TINY: Mapping[str, Any] = {
     "contexts": (24,),
     "ks": (4,),
     "few_ks": (4,),
-    "alphas": (0.87, 0.35),
+    "alphas": (0.87,),
     "prompt_tokens": 8,
     "new_tokens": 16,
     "repeats": 2,

@@ -148,7 +148,9 @@ def pruned_draft(pair: Pair) -> Any:
     return ModelDrafter(model.requires_grad_(False), vocabulary=pruned_head_map(kept, VOCAB))
 
 
-@pytest.mark.parametrize("draft", [lookup_draft, parallel_draft, unsure_draft, pruned_draft], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "draft", [lookup_draft, parallel_draft, unsure_draft, pytest.param(pruned_draft, marks=pytest.mark.slow)]
+)
 def test_every_drafter_is_replayed_as_far_as_it_can_be(pair: Pair, draft: Callable[[Pair], Any]) -> None:
     assert_same(pair.engines(lambda: draft(pair)), [*greedy_requests(3), *mixed_requests(5)])
 
