@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,7 @@ from bench.measure import TransformersVariant, tokens_per_s_wall
 from bench.shapes import Pair
 from bench.synthetic import impose, label
 
+VLLM_SECONDS = 400.0
 _OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {},
     "static cache, compiled": {"cache_implementation": "static"},  # on a GPU, transformers then compiles the forward
@@ -98,8 +101,24 @@ def measure_vllm(shapes: Path, target: str, batches: Sequence[int], sizes: Sizes
     command = [sys.executable, "-m", "bench.engine_vllm", "--config", str(shapes / f"{target}.json")]
     command += ["--batches", *map(str, batches), "--dtype", dtype, "--passes", str(sizes.passes)]
     command += ["--prompt-tokens", str(sizes.prompt_tokens), "--new-tokens", str(sizes.new_tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise ValueError(f"vLLM ended with {done.returncode}: {' '.join(done.stderr.split())[-400:]}")
+    code, out, errors = _run(command, VLLM_SECONDS)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if code or not lines:
+        raise ValueError(f"vLLM ended with {code}: {' '.join(errors.split())[-400:]}")
     return [json.loads(line) for line in lines]
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[int, str, str]:
+    """(exit code, output, errors). ValueError when it takes longer; its own children, which hold a GPU's memory, end
+    with it."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"vLLM took longer than {seconds:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, out, errors

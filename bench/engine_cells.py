@@ -71,6 +71,9 @@ def ordered(sizes: Sizes) -> list[Cell]:
             for cell in _speeds(best, batch, alpha, sizes.ks, sizes.k_max)
         ],
         _steps(best, sizes.batches, sizes.contexts[1:]),
+        [  # each compiles for a minute or more
+            Cell(what="transformers", method="static cache, compiled", batch=batch) for batch in sizes.batches[1:]
+        ],
         [
             cell
             for variant in others
@@ -100,5 +103,5 @@ def _beside(sizes: Sizes) -> Iterator[Cell]:
     for batch in sizes.batches:
         yield Cell(what="transformers", method="eager", batch=batch)
     yield Cell(what="assisted", method="4 tokens", alpha=sizes.alphas[0])
-    for batch in sizes.batches:
+    for batch in sizes.batches[:1]:
         yield Cell(what="transformers", method="static cache, compiled", batch=batch)

@@ -62,7 +62,8 @@ class SpecDecoder:
         """draft: as Engine takes it, with the target's vocabulary. calibrate: time rounds at once for a controller that
         measures (Engine.calibrate: a few seconds on a CPU). template_options: for the chat template
         (enable_thinking=False). The rest is Engine's: k, k_max, num_slots (how many prompts are decoded together),
-        capacity, top_logprobs, rule, prefill_chunk, fast, on_round (called with RoundStats after each round)."""
+        capacity, top_logprobs, rule, prefill_chunk, fast, graphs, on_round (called with RoundStats after each
+        round)."""
         self.target, self.tokenizer = target, tokenizer
         self.engine = Engine(target, draft, k=k, num_slots=num_slots, on_tokens=self._on_tokens, **engine_options)
         if calibrate:

@@ -7,7 +7,8 @@ k - 1 times (specdec.graph_draft), and verify + rule + commit + roll-back, one f
 - a number of rows: 1, 2, 4, 8, 16, 24, 32, 48, ... num_slots; a round takes the next such number, and the rows that
   are too many are inactive ones, which change nothing;
 - the processing that the requests ask for (`Features`, with top-k rounded up) and the tensors it reads;
-- the slots that attention may read: all where its kernel looks at each row's own length, else the next power of two.
+- the slots that attention may read: all where its kernel looks at each row's own length, else the next power of two,
+  or all where twice that is more than there are.
 
 A graph replays on addresses. What goes from one to the next lies in buffers made outside (DraftBuffers, RowState, the
 caches), never in a graph's own memory. While a graph is made its rows are inactive, so that the calls to warm up
@@ -128,7 +129,8 @@ class GraphRounds:
     def _live(self, model: CachedModel, live: int | None) -> int | None:
         if live is None or model.reads_live_only:
             return None
-        return min(model.cache.capacity, _power_of_two(max(live, _LEAST_LIVE)))
+        slots = _power_of_two(max(live, _LEAST_LIVE))
+        return slots if 2 * slots <= model.cache.capacity else model.cache.capacity
 
     def _graph(
         self,

@@ -329,6 +329,8 @@ def test_vllm_that_is_not_there_or_fails_says_so(shapes: Path, monkeypatch: pyte
     monkeypatch.setattr(engine_beside.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match="vLLM ended with 1"):
         engine_beside.measure_vllm(shapes, "Big", [1], sizes, "float32")
+    with pytest.raises(ValueError, match="took longer than 0 s"):
+        engine_beside._run(["sh", "-c", "sleep 100 & sleep 100"], 0.3)
 
 
 @pytest.mark.slow

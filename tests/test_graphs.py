@@ -188,7 +188,12 @@ def test_longer_rows_are_read_to_their_end(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr(graphs_module, "_LEAST_LIVE", 8)
     engines = pair.engines(num_slots=2)
     assert_same(engines, [Request(prompt_ids=[i, 7], params=SamplingParams(max_tokens=45)) for i in range(2)])
-    assert {key[6] for key in engines[1]._rounds._graphs if key[0] == "settle"} == {8, 16, 32, 64}
+    assert {key[6] for key in engines[1]._rounds._graphs if key[0] == "settle"} == {
+        8,
+        16,
+        32,
+        engines[1]._target.cache.capacity,
+    }
 
 
 def test_a_draft_built_for_few_positions_stops_there(pair: Pair) -> None:
