@@ -15,6 +15,7 @@ from bench.law import Oracle, count_cells, enumerate_law
 from bench.law_stats import check_law
 from bench.tiny_models import noisy_copy
 from specdec import SamplingParams
+from specdec.controller import Adaptive
 from tests import plugin_vllm
 from tests.plugin_vllm import K_MAX, counted, generate, ids, set_lengths
 from tests.test_plugin_greedy import BUDGET, LIMIT, MIXED, MOVING, VOCAB, add, finish, params, prompts, same
@@ -63,6 +64,20 @@ def test_greedy_text_is_the_targets_own(engines: SimpleNamespace, lengths: Seque
         assert max((drafted for _, _, drafted, _ in grown.rounds), default=0) == max(lengths)
         if max(lengths):
             assert min(grown.accepted, grown.drafted - grown.accepted) >= 50, vars(grown)
+
+
+def test_greedy_text_under_the_adaptive_controller(engines: SimpleNamespace) -> None:
+    """Long enough for lengths to change; what it chooses hangs on this machine's times, but that it drafts at first."""
+    from vllm_draft_spec.pilot import Pilot
+    from vllm_draft_spec.scheduler import Lookup
+
+    for engine in (engines.spec, engines.seeing):
+        owner = plugin_vllm.scheduler(engine)
+        owner._pilot = Pilot(Adaptive(K_MAX))
+        owner.dynamic_sd_lookup = Lookup(owner._pilot, None)
+        with counted(engine) as grown:
+            same(engines, engine, prompts(*MIXED, seed=99), params(max_tokens=60))
+        assert grown.drafted > 0
 
 
 def test_the_pool_is_that_of_no_speculation(engines: SimpleNamespace) -> None:

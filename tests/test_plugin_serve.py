@@ -147,25 +147,24 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """With speculation and the plugin, and without either."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """vllm, own: with speculation and the plugin, by who runs the draft. plain: without either."""
     folder = tmp_path_factory.mktemp("serve")
     target, draft = save_pair(folder)
     path = os.pathsep.join(map(str, (entry_point(folder / "site"), ROOT)))
     speculative = ["--speculative-config", json.dumps({**SPECULATIVE, "model": draft})]
-    settings = ["--additional-config", json.dumps({"specdec": {"log_interval_s": 1}})]
     detail = ["--per-request-spec-decode-metrics", "summary"]
-    with_plugin = Server(
-        folder / "plugin.log", target, [*speculative, *settings, *detail], SPECDEC_PLUGIN="1", PYTHONPATH=path
-    )
-    plain = Server(folder / "plain.log", target, [], PYTHONPATH=str(ROOT))
-    both = (with_plugin, plain)
+    made = {"plain": Server(folder / "plain.log", target, [], PYTHONPATH=str(ROOT))}
+    for who in ("vllm", "own"):
+        settings = ["--additional-config", json.dumps({"specdec": {"log_interval_s": 1, "draft": who}})]
+        options = [*speculative, *settings, *detail, "--max-num-seqs", "32"]
+        made[who] = Server(folder / f"{who}.log", target, options, SPECDEC_PLUGIN="1", PYTHONPATH=path)
     try:
-        for server in both:
+        for server in made.values():
             server.wait()
-        yield both
+        yield made
     finally:
-        for server in both:
+        for server in made.values():
             server.stop()
 
 
@@ -183,10 +182,11 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
     return results
 
 
-def test_streams_hang_ups_and_figures(servers: tuple[Server, Server]) -> None:
+@pytest.mark.parametrize("who", ["vllm", "own"])
+def test_streams_hang_ups_and_figures(servers: dict[str, Server], who: str) -> None:
     """Streaming clients beside each other, every third hanging up: the others read the same greedy text as without
     speculation, nothing stays behind, and the counts hold together."""
-    server, plain = servers
+    server, plain = servers[who], servers["plain"]
     prompts = [f"{words} {number}" for number in range(3) for words in WORDS]
 
     def client(number: int) -> Callable[[], str]:
@@ -208,14 +208,15 @@ def test_streams_hang_ups_and_figures(servers: tuple[Server, Server]) -> None:
     assert sum(named[f"steps_total{{k={k}}}"] for k in range(5)) > 0
     assert named["position_reached_total{position=1}"] == named["drafting_rounds_total"]
     assert named["position_accepted_total{position=1}"] >= named["position_reached_total{position=2}"]
-    assert named["draft_kv_tokens"] > 0
+    assert (named["draft_kv_tokens"] > 0) == (who == "vllm")
     assert named["draft_seconds_total"] > 0
     assert 0 <= named["draft_length"] <= 4
 
 
-def test_the_log_and_the_answer_tell_of_the_draft(servers: tuple[Server, Server]) -> None:
+@pytest.mark.parametrize("who", ["vllm", "own"])
+def test_the_log_and_the_answer_tell_of_the_draft(servers: dict[str, Server], who: str) -> None:
     """A line by the controller in the engine's log; acceptance by request in the answer, where vLLM offers it."""
-    server, _ = servers
+    server = servers[who]
     answers = [server.complete(words, 100) for words in WORDS]
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert all(one["num_accepted_draft_tokens"] <= one["num_draft_tokens"] for one in told)
@@ -225,10 +226,12 @@ def test_the_log_and_the_answer_tell_of_the_draft(servers: tuple[Server, Server]
         r"method draft_model: draft length by controller adaptive, up to 4; the draft's KV takes \d+", text
     )
     assert re.search(r"draft length \d \(steps by length: .*accepted by position: .*the draft's KV takes \d+ tok", text)
+    own = r"own draft .*: weights 0\.\d+ GiB, cache 0\.\d+ GiB \(32 rows of 512 tokens\); none of vLLM's KV cache"
+    assert bool(re.search(own, text)) == (who == "own")
 
 
-def test_without_the_switch_there_is_no_trace(servers: tuple[Server, Server]) -> None:
-    _, plain = servers
+def test_without_the_switch_there_is_no_trace(servers: dict[str, Server]) -> None:
+    plain = servers["plain"]
     plain.complete("a", 4)
     assert not [name for name in plain.metrics() if "specdec" in name]
     assert "vllm_draft_spec" not in plain.log.read_text()

@@ -27,6 +27,11 @@ ANCHORS = (
     Anchor(module=BASE, name="SpecDecodeBaseProposer.build_model_inputs_first_pass"),
     Anchor(module=BASE, name="SpecDecodeBaseProposer._determine_batch_execution_and_padding"),
     Anchor(module=BASE, name="SpecDecodeBaseProposer._get_slot_mapping", parameters=("num_tokens", "slot_mapping")),
+    # what the own draft replaces, and where its step begins
+    Anchor(module=BASE, name="SpecDecodeBaseProposer.initialize_attn_backend"),
+    Anchor(module=BASE, name="SpecDecodeBaseProposer.initialize_cudagraph_keys"),
+    Anchor(module=BASE, name="SpecDecodeBaseProposer.dummy_run"),
+    Anchor(module=BASE, name="SpecDecodeBaseProposer.prepare_next_token_ids_padded", parameters=("sampled_token_ids",)),
 )
 
 
