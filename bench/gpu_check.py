@@ -1,4 +1,5 @@
-"""The engine on a GPU: a captured round equals eager rounds, and gate G1 holds there too, with and without graphs.
+"""The engine on a GPU: a captured round equals eager rounds, and gate G1 holds there too, with and without graphs
+and Triton kernels.
 
     python -m bench.gpu_check --out results/gpu_check.json      # needs an NVIDIA GPU
 
@@ -20,10 +21,27 @@ from bench.graph_round import compare
 from bench.lossless import Suite, build_engine, run_g1
 from bench.lossless_report import format_table, g1_gate
 from bench.lossless_suites import demo_suites
+from bench.tiny_models import noisy_copy, tiny_model
 from pipeline.results import gate, write_result
 from specdec import Engine
 
-LAWS: Mapping[str, Mapping[str, Any]] = {"G1": {}, "G1 with graphs": {"graphs": True}}  # gates, and Engine's options
+# Gates, and Engine's options.
+LAWS: Mapping[str, Mapping[str, Any]] = {
+    "G1": {},
+    "G1 with graphs": {"graphs": True},
+    "G1 with fast": {"fast": True},
+    "G1 with fast and graphs": {"fast": True, "graphs": True},
+}
+
+
+def fast_suites() -> tuple[Suite, ...]:
+    """The same cases with models that the Triton kernels take: float32, heads of 16 dimensions."""
+    shape: dict[str, Any] = {"hidden": 64, "head_dim": 16, "dtype": torch.float32}
+    targets = [tiny_model(family, seed=seed, **shape) for seed, family in enumerate(("qwen3", "llama"), 1)]
+    return tuple(
+        replace(suite, name=f"{suite.name}, fast", target=target, draft=noisy_copy(target, noise=0.3, seed=9))
+        for suite, target in zip(demo_suites(), targets, strict=True)
+    )
 
 
 def gpu_engine(suite: Suite, num_requests: int, **options: Any) -> Engine:
@@ -34,7 +52,9 @@ def gpu_engine(suite: Suite, num_requests: int, **options: Any) -> Engine:
 
     target, draft = moved(suite.target), moved(suite.draft)
     assert target is not None
-    return build_engine(replace(suite, target=target, draft=draft), num_requests, **options)
+    engine = build_engine(replace(suite, target=target, draft=draft), num_requests, **options)
+    assert engine._target.reads_live_only == bool(options.get("fast")), "the fast forward is off; the log says why"
+    return engine
 
 
 def check_capture() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -59,7 +79,8 @@ def main() -> None:
     rows, gates = list(capture_rows), {"capture": capture}
     for name, options in LAWS.items():
         factory = partial(gpu_engine, **options)
-        law_rows = run_g1(demo_suites(), samples=args.samples, seed=0, engine_factory=factory)
+        suites = fast_suites() if options.get("fast") else demo_suites()
+        law_rows = run_g1(suites, samples=args.samples, seed=0, engine_factory=factory)
         print(format_table(law_rows))
         gates[name] = g1_gate(law_rows)
         rows += [row | {"gate": name} for row in law_rows]

@@ -39,6 +39,7 @@ def test_equals_torchs_product(kernel_device, tiling, dtype, bias) -> None:
         error = (got.double() - expected).norm() / expected.norm()
         assert got.dtype == dtype
         assert error < 4 * torch.finfo(dtype).eps
+        assert not product.scratch.arrived_N.any()
 
 
 @pytest.mark.gpu
