@@ -93,6 +93,26 @@ def test_cancel_ends_the_workers_and_leaves_the_job_that_sees_to_it(site: Site, 
     assert states(cluster, [driver["ender"]]) == {"COMPLETED"}
 
 
+@pytest.mark.slow
+def test_a_driver_that_is_queued_again_starts_workers_of_its_own_within_the_cap(site: Site, cluster: Cluster) -> None:
+    """As after a preemption: those of its first start are ended, also where it had no time to do so itself."""
+    site.submit("01", SPEC_GPU_CAP="2")
+    (driver,) = site.jobs()
+    wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
+    first = set(cluster.run("squeue", "-h", "-r", "-n", "worker", "-o", "%A").split())
+    cluster.run("scontrol", "requeue", str(driver["job"]))
+    kill_whole(driver["job"])
+    used = [0]
+    while set(cluster.run("squeue", "-h", "-r", "-n", "worker", "-t", "RUNNING", "-o", "%A").split()) <= first:
+        used.append(gpus_in_use(cluster))
+        assert len(used) < 1000, site.trace()
+        time.sleep(0.2)
+    wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
+    assert max([*used, gpus_in_use(cluster)]) == 2
+    assert "restart 1" in site.log("01_gen_traces")
+    assert states(cluster, [driver["ender"]]) == {"PENDING"}
+
+
 def test_a_chain_that_is_refused_in_the_middle_leaves_no_ender(site: Site, cluster: Cluster) -> None:
     stages = [{"stage": "02_filter", "extra": ["--nodelist=node7"]}]
     site.set_config(workers=WORKERS, slurm={"stages": stages})
