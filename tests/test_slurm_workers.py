@@ -107,8 +107,8 @@ def test_a_driver_that_is_queued_again_starts_workers_of_its_own_within_the_cap(
         used.append(gpus_in_use(cluster))
         assert len(used) < 1000, site.trace()
         time.sleep(0.2)
-    wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
     assert max([*used, gpus_in_use(cluster)]) == 2
+    wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
     assert "restart 1" in site.log("01_gen_traces")
     assert states(cluster, [driver["ender"]]) == {"PENDING"}
 
