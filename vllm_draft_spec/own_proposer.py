@@ -99,9 +99,9 @@ class OwnProposer(PluginDrafter):
     def initialize_cudagraph_keys(self, *args: Any, **kwargs: Any) -> None:
         """Nor are its graphs."""
 
-    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+    def dummy_run(self, *args: Any, is_graph_capturing: bool = False, **kwargs: Any) -> None:
         """Once, on a GPU, where vLLM measures what its steps need."""
-        if self.device.type == "cuda" and not self._rehearsed:
+        if self.device.type == "cuda" and not self._rehearsed and not is_graph_capturing:
             self.draft.rehearse(self.settings.k_max)
             self._rehearsed = True
 
