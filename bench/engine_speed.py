@@ -20,6 +20,7 @@ import gc
 import inspect
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,11 +34,13 @@ from bench.engine_cells import VARIANTS, Cell, Sizes, ordered
 from bench.engine_rounds import SpeedEngine, engine_options
 from bench.engine_steps import measure_steps
 from bench.profile_cell import copy_gb_per_s
+from bench.report_data import is_number
 from bench.shapes import Pair, config_of, random_pair
 from pipeline.results import read_result, write_result
 from specdec import Engine
 
 STAGE = "engine_speed"
+FAULT = "ended with"  # what a row says of a cell that no ValueError ended
 TINY: Mapping[str, Any] = {
     "batches": (1, 2),
     "contexts": (24,),
@@ -183,10 +186,17 @@ def measure_all(bench: SpeedBench, rows: Rows, deadline: float, clock: Any = tim
         try:
             row = bench.row(cell)
         except (ValueError, torch.OutOfMemoryError) as error:
-            row = {"batch": cell.batch, "not_run": str(error).splitlines()[0]}
+            row = {"batch": cell.batch, "not_run": _first_line(error)}
+        except Exception as error:  # a fault of ours or of a kernel: the other cells are measured all the same
+            traceback.print_exc()
+            row = {"batch": cell.batch, "not_run": f"{FAULT} {type(error).__name__}: {_first_line(error)}"}
         rows.add(cell, row)
         print(f"{clock() - start:6.1f} s  {line_of(cell, row)}", flush=True)
     return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def line_of(cell: Cell, row: Mapping[str, Any]) -> str:
@@ -194,12 +204,12 @@ def line_of(cell: Cell, row: Mapping[str, Any]) -> str:
     if "not_run" in row:
         return f"{cell.name}: not run: {row['not_run']}"
     names = ("tokens_per_s", "mean_k", "alpha", "round_ms", "target_step_ms", "draft_step_ms", "host_ms", "capture_s")
-    values = [f"{name} {row[name]:.4g}" for name in names if isinstance(row.get(name), float)]
+    values = [f"{name} {row[name]:.4g}" for name in names if is_number(row.get(name))]
     return f"{cell.name}: {', '.join(values)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit code, 3 when the time ended before the cells did."""
+    """The command line; the exit code: 3 when the time ended before the cells did, 1 when a cell ended with a fault."""
     args = _arguments(argv)
     started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,6 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     complete = measure_all(SpeedBench(pair, args.shapes, sizes), rows, started + 60 * args.minutes)
     print(f"{args.out}: {'complete' if complete else 'time is up; the same command goes on'}")
+    if faults := [name for name, row in rows.rows.items() if str(row.get("not_run", "")).startswith(FAULT)]:
+        print(f"bench.engine_speed: {len(faults)} cells ended with a fault, the first: {faults[0]}", file=sys.stderr)
+        return 1
     return 0 if complete else 3
 
 

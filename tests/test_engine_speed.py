@@ -206,14 +206,23 @@ def test_time_ends_between_two_cells_and_the_next_call_goes_on(tmp_path: Path) -
     assert again == failing
 
 
-def test_a_bug_is_no_reason_for_a_row_that_was_not_run(tmp_path: Path) -> None:
-    class Broken(Counted):
-        def row(self, cell: Cell) -> Mapping[str, Any]:
-            raise TypeError("a bug")
+def test_a_fault_of_one_cell_is_shown_and_the_others_are_measured(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = SpeedBench._measured
 
-    bench: Any = Broken(Sizes(variants=("eager",), **engine_speed.TINY))
-    with pytest.raises(TypeError, match="a bug"):
-        measure_all(bench, Rows(out=tmp_path / "out.json", run="tiny", obstacle=None), deadline=1e9)
+    def faulty(self: SpeedBench, cell: Cell) -> dict[str, Any]:
+        if cell.what == "steps":
+            raise TypeError("a bug\nin two lines")
+        return whole(self, cell) if cell.controller == "none" and cell.what == "speed" else {"batch": cell.batch}
+
+    monkeypatch.setattr(SpeedBench, "_measured", faulty)
+    assert run(shapes, tmp_path / "out.json", "--variants", "eager") == 1
+    reasons = {row.get("not_run") for row in read_result(tmp_path / "out.json")["rows"]}
+    assert reasons == {None, "ended with TypeError: a bug"}
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "2 cells ended with a fault, the first: steps, eager, batch 1, context 24" in told
 
 
 def test_without_a_gpu_only_the_tiny_bench_runs(

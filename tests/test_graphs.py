@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from bench.graph_round import requests_of, state_tensors
 from bench.tiny_models import noisy_copy, tiny_model
@@ -44,7 +45,11 @@ class Pair:
     def __init__(self, device: str, tape: Tape | None) -> None:
         self.device, self.tape = device, tape
         self.target = tiny_model(vocab=VOCAB).to(device)
-        self.draft = noisy_copy(self.target, noise=0.15, seed=3)
+        self.draft = self.noisy(0.15, seed=3)
+
+    def noisy(self, noise: float, seed: int) -> PreTrainedModel:
+        """A draft that resembles the target (its noise is drawn on the CPU)."""
+        return noisy_copy(tiny_model(vocab=VOCAB), noise=noise, seed=seed).to(self.device)
 
     def engines(self, make_draft: Callable[[], Any] | None = None, **options: Any) -> tuple[Engine, Engine]:
         """(eager, replayed); make_draft: the draft for one engine, by default the noisy copy."""
@@ -140,7 +145,7 @@ def unsure_draft(pair: Pair) -> Any:
 
 def pruned_draft(pair: Pair) -> Any:
     """A head of every third token, in another order."""
-    model = noisy_copy(pair.target, noise=0.1, seed=5)
+    model = pair.noisy(0.1, seed=5)
     kept = [*range(0, VOCAB, 3), *range(1, VOCAB, 3)]
     head = torch.nn.Linear(model.config.hidden_size, len(kept), bias=False, dtype=model.dtype, device=model.device)
     head.weight.data = model.lm_head.weight.data[kept].clone()
@@ -169,6 +174,17 @@ def test_a_drafter_of_another_kind_is_rolled_back_after_every_replay(pair: Pair)
     engine = Engine(pair.target, drafter, k=2, num_slots=1, capacity=80, graphs=True)
     engine.generate(greedy_requests(1))
     assert drafter.rolled_back == engine.stats.rounds > 0
+
+
+@pytest.mark.gpu
+def test_the_fast_forward_is_replayed_too() -> None:
+    target = tiny_model(vocab=VOCAB, layers=2, hidden=64, head_dim=16, dtype=torch.float32)
+    draft, target = noisy_copy(target, noise=0.15, seed=3).to("cuda"), target.to("cuda")
+    engines = [
+        Engine(target, draft, k=3, num_slots=3, capacity=80, fast=True, graphs=graphs) for graphs in (False, True)
+    ]
+    assert engines[1]._target.reads_live_only
+    assert_same(engines, [*greedy_requests(4), *mixed_requests(5)])
 
 
 def test_plain_decoding_is_replayed_too(pair: Pair) -> None:
