@@ -84,6 +84,7 @@ def test_the_cap_holds_when_a_driver_is_killed_whole(site: Site, cluster: Cluste
     assert "ending" in log.read_text()
 
 
+@pytest.mark.slow
 def test_cancel_ends_the_workers_and_leaves_the_job_that_sees_to_it(site: Site, cluster: Cluster) -> None:
     site.submit("01", "02", SPEC_GPU_CAP="2")
     (driver, _) = site.jobs()
