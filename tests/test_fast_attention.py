@@ -14,8 +14,9 @@ from specdec.kvcache import Plan, RaggedCache
 
 ROWS, KV_HEADS, DIM, CAPACITY = 3, 2, 16, 140
 SCALE = 0.3
-# Relative error of a row of numbers: float32 sums in another order; bfloat16 rounds weights and result once each.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+# Relative error: in float32 sums in another order, and a GPU's products of three TF32 ones; half precision rounds
+# weights and result once each.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
 def ragged_cache(lengths: list[int], dtype: torch.dtype, device: str) -> RaggedCache:

@@ -12,8 +12,9 @@ from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
 from specdec.kvcache import RaggedCache
 
 EPSILON = 1e-5
-# Numbers of size 1: float32 sums in another order; in half precision the same roundings, so a last bit here and there.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+# Numbers of size 1: float32 sums in another order, and a GPU's approximate roots; in half precision the same roundings,
+# so a last bit here and there.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 DTYPES = list(TOLERANCE)
 
 

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from specdec import fast_linear
 from specdec.fast_linear import CANDIDATES, MAX_ROWS, Product, Scratch, Tiling, choose_tilings, split_product
 
+# In float32 a GPU's products of three TF32 ones.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 SMALL = [
     Tiling(block_n=16, block_k=16, splits=1, warps=4, stages=2),
     Tiling(block_n=32, block_k=16, splits=2, warps=4, stages=2),
@@ -38,7 +40,7 @@ def test_equals_torchs_product(kernel_device, tiling, dtype, bias) -> None:
         expected = functional.linear(x.double(), product.weight_NK.double(), bias_N)
         error = (got.double() - expected).norm() / expected.norm()
         assert got.dtype == dtype
-        assert error < 4 * torch.finfo(dtype).eps
+        assert error < TOLERANCE[dtype]
         assert not product.scratch.arrived_N.any()
 
 
