@@ -45,12 +45,13 @@ class Engine:
     num_slots: rows decoded together. capacity: the most tokens (prompt and output) of one request. prefill_chunk: the
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
     (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
-    where several tokens are drafted). fast: Triton kernels for target and draft (CachedModel). on_round: called after
-    each round. on_tokens: called with a ticket, its new tokens, and how many of them (the first ones) are accepted
-    drafts.
+    where several tokens are drafted). fast: Triton kernels for target and draft (CachedModel). graphs: replay rounds as
+    CUDA graphs (specdec.graphs), each made when its shape is first met; needs an NVIDIA GPU. Off by default: proven on
+    a CPU with a tape in place of the graph, and not run on a GPU yet. on_round: called after each round. on_tokens:
+    called with a ticket, its new tokens, and how many of them (the first ones) are accepted drafts.
 
-    Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings. A
-    request that is bad ends with finish_reason "error" and harms no other. A round that is broken off (Ctrl-C) may
+    Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings
+    (graphs without a GPU). A request that is bad ends with finish_reason "error" and harms no other. A round that is broken off (Ctrl-C) may
     cancel the requests in it; the engine can be used again.
     """
 
