@@ -50,9 +50,9 @@ class Engine:
     a CPU with a tape in place of the graph, and not run on a GPU yet. on_round: called after each round. on_tokens:
     called with a ticket, its new tokens, and how many of them (the first ones) are accepted drafts.
 
-    Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings
-    (graphs without a GPU). A request that is bad ends with finish_reason "error" and harms no other. A round that is broken off (Ctrl-C) may
-    cancel the requests in it; the engine can be used again.
+    Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings (graphs
+    without a GPU). A request that is bad ends with finish_reason "error" and harms no other. A round that is broken off
+    (Ctrl-C) may cancel the requests in it; the engine can be used again.
     """
 
     def __init__(
