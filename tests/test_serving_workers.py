@@ -14,7 +14,7 @@ from bench import serving_grid
 from bench.bench_serving import STAGE, body
 from pipeline import fan_out, manifest
 from pipeline.results import read_result
-from pipeline.stage import run_stage
+from pipeline.stage import StageStopped, run_stage
 from pipeline.worker import DriverGoneError
 
 METHODS: list[dict[str, Any]] = [
@@ -125,6 +125,26 @@ def test_the_next_driver_serves_only_what_no_worker_has_handed_over(
             run_stage(STAGE, config, body)
     folder = run_stage(STAGE, config, body)
     assert made == [*units("none"), *units("a")], "each once, over three drivers"
+    assert {row["not_run"] for row in rows_of(folder)} == {None}
+
+
+def test_workers_go_on_where_the_stage_itself_had_begun(
+    tmp_path: Path, data_root: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it measured of "none" is in its own folder; the open loads of the others are shares of that."""
+    serve = serving_grid.Grid._method
+
+    def stop_at_a(grid: serving_grid.Grid, method: Any, *rest: Any) -> None:
+        if method.name == "a":
+            raise StageStopped("now")
+        serve(grid, method, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving_grid.Grid, "_method", stop_at_a)
+        with pytest.raises(StageStopped):
+            run_stage(STAGE, config_with(tmp_path, METHODS[:1]), body)
+    folder = run_stage(STAGE, config_with(tmp_path, METHODS[:1], "workers.servers=1"), body)
+    assert made == [*units("none"), *units("a")]
     assert {row["not_run"] for row in rows_of(folder)} == {None}
 
 
