@@ -35,16 +35,17 @@ AUX_STATES = 3  # hidden states of the target that an EAGLE-3 head reads
 WEIGHTS = "model.safetensors"
 
 
-def folder_of(name: str, config: Config) -> str:
+def folder_of(name: str, config: Config, whole: bool = True) -> str:
     """The folder that $TARGET, $DRAFT, $DRAFT:NAME, $MODEL:NAME, $EAGLE or $EAGLE3 stands for, absolute, made first
     if need be; other texts as they are. A $DRAFT's NAME is a draft of stage 03, or "stock", the one that its training
-    starts from; a $MODEL's is one of pipeline.models.
+    starts from; a $MODEL's is one of pipeline.models. whole: a draft's pruned head is made whole, as vLLM needs it and
+    the plugin's own draft does not.
 
     ValueError where the draft is not there, or cannot be made into what vLLM loads.
     """
     makers: dict[str, Callable[[Config], Path]] = {
         "$TARGET": lambda config: models.resolve(config.models.target),
-        "$DRAFT": draft_folder,
+        "$DRAFT": lambda config: draft_folder(config, whole),
         "$EAGLE": lambda config: eagle_folder(config, "eagle"),
         "$EAGLE3": lambda config: eagle_folder(config, "eagle3"),
     }
@@ -53,12 +54,12 @@ def folder_of(name: str, config: Config) -> str:
     if name.startswith(NAMED_DRAFT):
         from bench.draft_model import as_draft
 
-        return str(draft_folder(as_draft(config, name.removeprefix(NAMED_DRAFT))).resolve())
+        return str(draft_folder(as_draft(config, name.removeprefix(NAMED_DRAFT)), whole).resolve())
     return str(makers[name](config).resolve()) if name in makers else name
 
 
-def draft_folder(config: Config) -> Path:
-    """The config's draft with a head over the whole vocabulary."""
+def draft_folder(config: Config, whole: bool) -> Path:
+    """The config's draft; `whole`: with a head over the whole vocabulary."""
     from bench.draft_model import trained_folder
     from specdec.pruned import is_pruned
 
@@ -66,7 +67,7 @@ def draft_folder(config: Config) -> Path:
     if draft.keep_layers is not None:
         return _kept_layers(config)
     folder = trained_folder(config) if draft.trained is not None else models.draft_folder(config.models)
-    return whole_head(folder) if is_pruned(folder) else folder
+    return whole_head(folder) if whole and is_pruned(folder) else folder
 
 
 def _kept_layers(config: Config) -> Path:

@@ -41,19 +41,20 @@ def server_command(config: Config, method: MethodConfig, *, on_gpu: bool, folder
         *method.arguments,
     ]
     if method.speculative_config is not None:
-        arguments += ["--speculative-config", json.dumps(with_folders(method.speculative_config, config))]
+        whole = (method.plugin or {}).get("draft") != "own"
+        arguments += ["--speculative-config", json.dumps(with_folders(method.speculative_config, config, whole))]
     if method.plugin is not None:
         arguments += ["--additional-config", json.dumps({"specdec": method.plugin})]
     return ServerCommand(arguments=tuple(arguments), env=_environment(method, on_gpu, folder))
 
 
-def with_folders(value: Any, config: Config) -> Any:
-    """`value` with $TARGET, $DRAFT, $EAGLE and $EAGLE3 replaced, everything else untouched."""
+def with_folders(value: Any, config: Config, whole: bool = True) -> Any:
+    """`value` with $TARGET, $DRAFT, $EAGLE and $EAGLE3 replaced (whole: folder_of), everything else untouched."""
     if isinstance(value, Mapping):
-        return {key: with_folders(item, config) for key, item in value.items()}
+        return {key: with_folders(item, config, whole) for key, item in value.items()}
     if isinstance(value, list):
-        return [with_folders(item, config) for item in value]
-    return folder_of(value, config) if isinstance(value, str) else value
+        return [with_folders(item, config, whole) for item in value]
+    return folder_of(value, config, whole) if isinstance(value, str) else value
 
 
 def describe(config: Config, method: MethodConfig) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from draft_folders import pruned_draft
 from serving_stand_in import DRAFT, config_with, rows_of, use_stand_in
 
 from bench import bench_serving, serving_grid, serving_server
@@ -25,7 +27,7 @@ from bench.serving_load import Load, client_arguments, load_row, price
 from bench.serving_methods import server_command, with_folders
 from bench.serving_metrics import Counters, acceptance, consistent, memory, parse_counters
 from bench.serving_server import ServerCommand, ServerError, last_error, serving
-from pipeline.config import load_config
+from pipeline.config import DraftConfig, load_config
 from pipeline.config_bench_vllm import MethodConfig
 from pipeline.results import read_result
 from pipeline.stage import StageStopped, run_stage
@@ -199,6 +201,18 @@ def test_a_speculative_config_is_passed_through_but_for_names_of_folders(tmp_pat
         "--enforce-eager"
         not in server_command(config, config.bench_vllm.methods[0], on_gpu=True, folder=tmp_path).arguments
     )
+
+
+@pytest.mark.parametrize("draft, loaded", [("own", "pruned"), ("vllm", "pruned-whole-")])
+def test_only_vllm_needs_a_pruned_head_made_whole(tmp_path: Path, data_root: Path, draft: str, loaded: str) -> None:
+    config = config_with(tmp_path, [{"name": "ours", "speculative_config": DRAFT, "plugin": {"draft": draft}}])
+    given = DraftConfig(model=str(pruned_draft(tmp_path / "pruned")))
+    config = replace(config, models=replace(config.models, target="tiny:llama", draft=given))
+    assert config.bench_vllm is not None
+    made = server_command(config, config.bench_vllm.methods[1], on_gpu=False, folder=tmp_path)
+    passed = json.loads(made.arguments[made.arguments.index("--speculative-config") + 1])
+    assert Path(passed["model"]).name.startswith(loaded)
+    assert (Path(passed["model"]).name == "pruned") == (draft == "own")
 
 
 def test_the_plugin_is_switched_on_with_its_settings_and_can_be_found(tmp_path: Path, data_root: Path) -> None:

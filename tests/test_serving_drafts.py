@@ -11,39 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draft_folders import HEAD_IDS, load, pruned_draft
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.repeat_proposer import RepeatProposer
 from bench.serving_drafts import LOW, aux_layers, folder_of, missing_row, whole_head
 from pipeline import models
 from pipeline.config import Config, DraftConfig, load_config
-from specdec.pruned import load_pruned_model, prune_head, save_pruned
+from specdec.pruned import load_pruned_model
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAD_IDS = [5, 7, 11, 40, 100]
 
 
 def config_with(draft: DraftConfig) -> Config:
     config = load_config(ROOT / "configs" / "tiny.yaml")
     return replace(config, models=replace(config.models, draft=draft))
-
-
-def load(folder: Path | str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def pruned_draft(folder: Path) -> Path:
-    """The tiny model with a head of a few tokens, its last states with a common direction as a trained model's have."""
-    model = load(models.resolve("tiny:llama"))
-    with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] += 20.0
-    model.config.tie_word_embeddings = False
-    prune_head(model, HEAD_IDS)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(0.005)  # logits near 0, so that a row of zeros would be likely
-    save_pruned(model, HEAD_IDS, folder)
-    return folder
 
 
 def test_a_pruned_head_made_whole_proposes_the_same(tmp_path: Path, data_root: Path) -> None:
