@@ -16,9 +16,9 @@ from bench.law_stats import check_law
 from bench.tiny_models import noisy_copy
 from specdec import SamplingParams
 from specdec.controller import Adaptive
-from tests import plugin_vllm
+from tests import plugin_cases, plugin_vllm
+from tests.plugin_cases import BUDGET, LIMIT, MIXED, MOVING, VOCAB, params, prompts, same
 from tests.plugin_vllm import K_MAX, counted, generate, ids, set_lengths
-from tests.test_plugin_greedy import BUDGET, LIMIT, MIXED, MOVING, VOCAB, add, finish, params, prompts, same
 from tests.test_plugin_own_parts import masked_logits
 
 pytest.importorskip("vllm")
@@ -88,95 +88,32 @@ def test_the_pool_is_that_of_no_speculation(engines: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("lengths", [(4,), (0, 2), MOVING])
 def test_a_twin_has_every_draft_accepted(engines: SimpleNamespace, lengths: Sequence[int]) -> None:
-    """Through preemption: at the end the requests would fill the cache three times."""
-    set_lengths(engines.twin, lengths)
-    with counted(engines.twin) as grown:
-        same(engines, engines.twin, prompts(*MIXED, seed=10 + len(lengths)), params(max_tokens=60))
-    assert grown.preempted > 0
-    assert grown.drafted > 100
-    assert grown.accepted == grown.drafted
+    plugin_cases.every_draft_of_a_twin_is_accepted(engines, lengths)
 
 
 @pytest.mark.parametrize("first", [(0,), (0, 0, 0, 0, 3), (4,)])
 def test_a_cached_prefix_is_read_by_the_draft(engines: SimpleNamespace, first: Sequence[int]) -> None:
-    """A second turn whose prompt holds the first turn's text, which the target does not read again."""
-    set_lengths(engines.twin, first)
-    asked = prompts(20, 30, 40, seed=20 + sum(first))
-    turns = generate(engines.twin, asked, params(max_tokens=70))
-    longer = [prompt + list(turn.outputs[0].token_ids) for prompt, turn in zip(asked, turns, strict=True)]
-    set_lengths(engines.twin, (4,))
-    with counted(engines.twin) as grown:
-        outputs = same(engines, engines.twin, longer, params(max_tokens=30))
-    assert min(output.num_cached_tokens for output in outputs) >= 2 * plugin_vllm.BLOCK
-    assert grown.accepted == grown.drafted > 20
+    """The target does not read it again."""
+    plugin_cases.second_turns_find_the_draft_whole(engines, first)
 
 
 def test_requests_that_arrive_and_leave_at_any_time(engines: SimpleNamespace) -> None:
-    """One arrives every second step; some are aborted; the others' text is what it would have been alone."""
-    set_lengths(engines.twin, MOVING)
-    engine, asked = engines.twin.llm_engine, prompts(*MIXED, *MIXED, seed=40)
-    settings = [params(max_tokens=10 + 3 * i) for i in range(len(asked))]
-    done: dict[str, Any] = {}
-    with counted(engines.twin) as grown:
-        for i, (prompt, setting) in enumerate(zip(asked, settings, strict=True)):
-            add(engine, str(i), prompt, setting)
-            for _ in range(2):
-                done |= {output.request_id: output for output in engine.step() if output.finished}
-            if i % 5 == 4:
-                engine.abort_request([str(i - 1)])
-        done |= finish(engine)
-    expected = generate(engines.plain, asked, settings)
-    whole = {name: output for name, output in done.items() if output.outputs[0].finish_reason == "length"}
-    assert len(whole) >= len(asked) - len(asked) // 5
-    for name, output in whole.items():
-        assert list(output.outputs[0].token_ids) == list(expected[int(name)].outputs[0].token_ids)
-    assert grown.accepted == grown.drafted > 50
+    plugin_cases.requests_arrive_and_leave(engines)
     runner = plugin_vllm.runner(engines.twin)
     assert set(runner.drafter.rows._by_name) <= set(runner.requests)
 
 
 def test_ends_inside_a_round(engines: SimpleNamespace) -> None:
-    """Stop tokens and max_tokens fall on any place in a round of 4; n completions of one prompt."""
-    set_lengths(engines.twin, (4,))
-    asked = prompts(9, 40, 17, 5, 6, 8, seed=50)
-    free = ids(generate(engines.plain, asked, params()))
-    stops = [params(stop_token_ids=[text[6 + i]]) for i, text in enumerate(free)]
-    outputs = same(engines, engines.twin, asked, stops)
-    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
-    same(engines, engines.twin, asked, [params(max_tokens=1 + i) for i in range(len(asked))])
-    assert ids(generate(engines.twin, asked[:3], params(n=3, temperature=1.0, top_k=1))) == [
-        text for text in free[:3] for _ in range(3)
-    ]
+    plugin_cases.ends_fall_inside_a_round(engines)
 
 
 @pytest.mark.parametrize("lengths", [(4,), MOVING])
 def test_a_row_at_the_end_of_the_context_stops_alone(engines: SimpleNamespace, lengths: Sequence[int]) -> None:
-    set_lengths(engines.twin, lengths)
-    long, *others = prompts(LIMIT - 30, 8, 9, 30, seed=60)
-    settings = [params(max_tokens=200), *(params(max_tokens=60) for _ in others)]
-    with counted(engines.twin) as grown:
-        outputs = same(engines, engines.twin, [long, *others], settings)
-    assert len(outputs[0].outputs[0].token_ids) == 30
-    assert grown.accepted == grown.drafted > 60
+    plugin_cases.a_row_at_the_end_of_the_context_stops_alone(engines, lengths)
 
 
 def test_times_of_every_kind_of_round_reach_the_scheduler(engines: SimpleNamespace) -> None:
-    set_lengths(engines.spec, MOVING)
-    scheduler, seen = plugin_vllm.scheduler(engines.spec), []
-
-    def update(original: Any) -> Any:
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            seen.append(getattr(model_runner_output, "specdec_times", None))
-            return original(scheduler_output, model_runner_output)
-
-        return update_from_output
-
-    with plugin_vllm.swapped(scheduler, "update_from_output", update):
-        generate(engines.spec, prompts(5, 6, 7, seed=70), params(max_tokens=80))
-    times = [one for one in seen if one is not None]
-    assert {one.k for one in times} == set(MOVING)
-    assert all(one.draft_s > 0 for one in times if one.k)
-    assert sum(one.caught_up for one in times) > 0
+    assert plugin_cases.times_of_rounds(engines)
 
 
 @pytest.mark.parametrize("which, sinks, recent", [("spec", 0, LIMIT), ("seeing", SINKS, WINDOW)])
