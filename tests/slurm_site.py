@@ -146,8 +146,10 @@ def wait_for(holds: Callable[[], Any], seconds: float = WAIT_SECONDS, trace: Cal
         time.sleep(0.1)
 
 
-def gpus_in_use(cluster: Cluster) -> int:
-    """Of running jobs, ending ones with them."""
-    lines = cluster.run("squeue", "-h", "-t", "RUNNING,COMPLETING,CONFIGURING", "-O", "NumNodes:8,tres-per-node:40")
+def gpus_in_use(cluster: Cluster, ending: bool = True) -> int:
+    """Of running jobs; with `ending` of those too that Slurm is clearing away, for which an array's next job does not
+    wait: what its limit holds is the jobs that run."""
+    states = "RUNNING,CONFIGURING" + ",COMPLETING" * ending
+    lines = cluster.run("squeue", "-h", "-t", states, "-O", "NumNodes:8,tres-per-node:40")
     pairs = [line.split() for line in lines.splitlines()]
     return sum(int(nodes) * int(gres.rpartition(":")[2]) for nodes, gres in pairs if gres != "N/A")

@@ -169,9 +169,9 @@ def test_workers_in_an_array_stay_within_the_cap_and_make_the_same_shards(
     assert "gres" not in cleared.run("scontrol", "-o", "show", "job", str(site.job("01_gen_traces")))
     used, victim = [0], ""
     while cleared.run("squeue", "-h"):
-        workers = cleared.run("squeue", "-h", "-r", "-t", "RUNNING,COMPLETING", "-o", "%i %b").splitlines()
+        workers = cleared.run("squeue", "-h", "-r", "-t", "RUNNING,CONFIGURING", "-o", "%i %b").splitlines()
         held = [line.split()[0] for line in workers if "gpu" in line]
-        used.append(len(held))
+        used.append(len(held))  # not one that was killed and is being cleared away: the array's next job does not wait
         if not victim and held:  # while it still loads torch, so it owes all its shards
             victim = held[0]
             cleared.run("scancel", "--signal=KILL", "--full", victim)

@@ -106,7 +106,7 @@ def test_a_driver_that_is_queued_again_starts_workers_of_its_own_within_the_cap(
     used = [0]
     while set(cluster.run("squeue", "-h", "-r", "-n", "worker", "-t", "RUNNING", "-o", "%A").split()) <= first:
         used.append(gpus_in_use(cluster))
-        assert len(used) < 1000, site.trace()
+        assert len(used) < 10_000, site.trace()
         time.sleep(0.2)
     assert max([*used, gpus_in_use(cluster)]) == 2
     wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
@@ -145,7 +145,7 @@ def test_methods_of_stage_05_are_shared_out_within_the_cap_and_one_worker_is_kil
     assert (job["gpus"], job["slots"]) == (2, [0, 1])
     used, victim = [0], 0
     while cluster.run("squeue", "-h"):
-        used.append(gpus_in_use(cluster))
+        used.append(gpus_in_use(cluster, ending=False))
         logs = list(site.archive.glob("tiny/.05_bench_vllm.workers/*/logs/a.log"))
         if not victim and logs and "under load" in logs[0].read_text():
             victim = worker_that_serves(site, cluster, "a")
