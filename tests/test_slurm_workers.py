@@ -42,13 +42,16 @@ def other_chain(site: Site, name: str) -> list[dict[str, Any]]:
     return jobs
 
 
-def kill_whole(job: int) -> None:
-    """kill -9 of every process that a job has here."""
-    mark = f"SLURM_JOB_ID={job}".encode()
+def kill_whole(site: Site, job: int) -> None:
+    """kill -9 of every process that a job of this site has here; another cluster has a job of that number too."""
+    mark, ours, killed = f"SLURM_JOB_ID={job}".encode(), str(site.checkout).encode(), 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            environment = (folder / "environ").read_bytes()
+            if mark in environment.split(b"\0") and ours in environment:
                 os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+    assert killed
 
 
 def workers_running(cluster: Cluster) -> int:
@@ -70,7 +73,7 @@ def test_the_cap_holds_when_a_driver_is_killed_whole(site: Site, cluster: Cluste
     site.stub("01_gen_traces")  # for what starts from here on
     early = other_chain(site, "early")
     assert {driver["job"], driver["ender"]} == set(early[0]["behind"])
-    kill_whole(driver["job"])
+    kill_whole(site, driver["job"])
     wait_for(lambda: site.field("01_gen_traces", "JobState") == "FAILED", trace=site.trace)
     late = other_chain(site, "late")
     used = [gpus_in_use(cluster)]
@@ -102,7 +105,7 @@ def test_a_driver_that_is_queued_again_starts_workers_of_its_own_within_the_cap(
     wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
     first = set(cluster.run("squeue", "-h", "-r", "-n", "worker", "-o", "%A").split())
     cluster.run("scontrol", "requeue", str(driver["job"]))
-    kill_whole(driver["job"])
+    kill_whole(site, driver["job"])
     used = [0]
     while set(cluster.run("squeue", "-h", "-r", "-n", "worker", "-t", "RUNNING", "-o", "%A").split()) <= first:
         used.append(gpus_in_use(cluster))
@@ -149,7 +152,7 @@ def test_methods_of_stage_05_are_shared_out_within_the_cap_and_one_worker_is_kil
         logs = list(site.archive.glob("tiny/.05_bench_vllm.workers/*/logs/a.log"))
         if not victim and logs and "under load" in logs[0].read_text():
             victim = worker_that_serves(site, cluster, "a")
-            kill_whole(victim)
+            kill_whole(site, victim)
             go_on.touch()
         time.sleep(0.2)
     assert site.field("05_bench_vllm", "JobState") == "COMPLETED", site.trace()
