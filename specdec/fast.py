@@ -80,7 +80,7 @@ def _windows(module: Any, shapes: dict[int, tuple[int, int]]) -> list[int | None
     """How many positions each layer sees, as its attention is told (None: all)."""
     zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
     probe = _WindowProbe(positions_Bq=zero_11, slots_Bq=zero_11, rows=slice(0, 1), live=1)
-    _eager(module, zero_11, _cache(module, shapes, num_rows=1), probe)
+    module(**_cache(module, shapes, num_rows=1).inputs(zero_11, probe))
     if len(probe.windows) != len(shapes):
         raise ValueError(f"{len(probe.windows)} of its {len(shapes)} layers use the engine's mask")
     return probe.windows
@@ -97,7 +97,7 @@ def _check_deviation(module: Any, shapes: dict[int, tuple[int, int]], decoder: "
         column_q = torch.arange(q, device=module.device)
         tokens_Bq = (7 * start_B.unsqueeze(1) + 3 * column_q + 2) % embedded
         plans = [cache.plan(start_B, count_B, q, slice(0, 3), None) for cache in (eager_cache, fast_cache)]
-        out = _eager(module, tokens_Bq, eager_cache, plans[0])
+        out = module(**eager_cache.inputs(tokens_Bq, plans[0]), output_hidden_states=True)
         if not torch.isfinite(out.logits).all():
             return  # NaN weights are reported by the request that meets them
         real_Bq = column_q < count_B.unsqueeze(1)
@@ -115,17 +115,6 @@ def _compare(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> No
     error = float((ours.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30))
     if not error <= tolerance:
         raise ValueError(f"its {what} differ by {error:.2g} (relative) from the eager forward's")
-
-
-def _eager(module: Any, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan) -> Any:
-    return module(
-        input_ids=tokens_Bq,
-        position_ids=plan.positions_Bq,
-        past_key_values=cache.bind(plan),
-        use_cache=True,
-        output_hidden_states=True,
-        ragged=plan,
-    )
 
 
 def _cache(module: Any, shapes: dict[int, tuple[int, int]], *, num_rows: int) -> RaggedCache:

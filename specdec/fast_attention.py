@@ -163,16 +163,15 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    sinks: int = 0,
 ) -> Tensor:
     """Causal attention of each row's queries, at the plan's positions, to its own slots up to there: [B, q, H, D].
 
-    The new keys and values are in the cache already. window: only the last `window` positions are seen, and with
-    sinks the first `sinks` too (arXiv 2309.17453, positions left as they are). More than MAX_QUERIES queries go
-    through torch on the live part. query_BqHD may be a strided view whose last two dimensions are dense.
+    The new keys and values are in the cache already. window: only the last `window` positions are seen. More than
+    MAX_QUERIES queries go through torch on the live part. query_BqHD may be a strided view whose last two dimensions
+    are dense.
     """
     if query_BqHD.shape[1] <= MAX_QUERIES:
-        return decode_attention(query_BqHD, cache_BGCD, plan, scale=scale, window=window, sinks=sinks)
+        return decode_attention(query_BqHD, cache_BGCD, plan, scale=scale, window=window)
     keys_BGSD, values_BGSD = (live_part(buffer, plan) for buffer in cache_BGCD)
     return attend_live(query_BqHD.transpose(1, 2), keys_BGSD, values_BGSD, plan, scale=scale, window=window)
 
@@ -187,7 +186,8 @@ def decode_attention(
     sinks: int = 0,
     splits: int | None = None,
 ) -> Tensor:
-    """`attend` for at most MAX_QUERIES queries. splits: programs over a row's context, a power of two; by default
+    """`attend` for at most MAX_QUERIES queries. sinks: with a window, the first `sinks` positions are seen too (arXiv
+    2309.17453, positions left as they are). splits: programs over a row's context, a power of two; by default
     enough of them to fill the GPU."""
     B, q, H, D = query_BqHD.shape
     keys_BGCD, values_BGCD = cache_BGCD

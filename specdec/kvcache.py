@@ -10,6 +10,7 @@ anything can read them). The last slot, C, takes the writes of padding and is ne
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +135,16 @@ class RaggedCache:
         """Use `plan` for the updates of the forward that follows."""
         self._plan = plan
         return self
+
+    def inputs(self, tokens_Bq: Tensor, plan: Plan) -> dict[str, Any]:
+        """Keyword arguments of a transformers decoder's forward that feeds these tokens as planned."""
+        return {
+            "input_ids": tokens_Bq,
+            "position_ids": plan.positions_Bq,
+            "past_key_values": self.bind(plan),
+            "use_cache": True,
+            "ragged": plan,
+        }
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write [B, H, q, D] at the planned slots; return each row's live keys and values [B, H, live, D]."""

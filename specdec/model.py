@@ -68,7 +68,8 @@ class CachedModel:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
         if self._fast is not None:
             return self._fast.forward(tokens_Bq, self.cache, plan, keep)
-        return _forward(self.module, self.cache, tokens_Bq, plan, keep)
+        logits_BkV: Tensor = self.module(**self.cache.inputs(tokens_Bq, plan), logits_to_keep=keep).logits
+        return logits_BkV
 
     def _check_against_reference(self, model: PreTrainedModel, shapes: dict[int, tuple[int, int]]) -> None:
         """Feed a few tokens both ways once; ValueError when the replaced attention computes something else."""
@@ -79,14 +80,7 @@ class CachedModel:
         with torch.inference_mode():
             reference = _early_or_final(private_copy(model, "eager"), input_ids=tokens_1q, use_cache=False)
             plan = cache.plan(zero_B, zero_B + q, q, slice(0, 1), None)
-            ours = _early_or_final(
-                self.module,
-                input_ids=tokens_1q,
-                position_ids=plan.positions_Bq,
-                past_key_values=cache.bind(plan),
-                use_cache=True,
-                ragged=plan,
-            )
+            ours = _early_or_final(self.module, **cache.inputs(tokens_1q, plan))
         if not torch.isfinite(reference).all():
             return  # NaN weights are reported by the request that meets them
         error = float((ours - reference).norm() / reference.norm().clamp(min=1e-30))
@@ -112,18 +106,6 @@ def max_positions_of(config: Any) -> int:
             switch = each.get("original_max_position_embeddings")
             limit = min(limit, int(switch or getattr(config, "original_max_position_embeddings", None) or limit))
     return limit
-
-
-def _forward(module: nn.Module, cache: RaggedCache, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:
-    out = module(
-        input_ids=tokens_Bq,
-        position_ids=plan.positions_Bq,
-        past_key_values=cache.bind(plan),
-        use_cache=True,
-        logits_to_keep=keep,
-        ragged=plan,
-    )
-    return out.logits
 
 
 def _early_or_final(module: nn.Module, **inputs: Any) -> Tensor:

@@ -111,13 +111,7 @@ def _assert_cache_equals_fresh_forward(model, row: int, tokens: list[int]) -> No
     zero = torch.zeros(1, dtype=torch.int64)
     plan = fresh.plan(zero, zero + len(tokens), len(tokens), slice(0, 1), None)
     with torch.inference_mode():
-        model.module(
-            input_ids=torch.tensor([tokens]),
-            position_ids=plan.positions_Bq,
-            past_key_values=fresh.bind(plan),
-            use_cache=True,
-            ragged=plan,
-        )
+        model.module(**fresh.inputs(torch.tensor([tokens]), plan))
     for layer, pair in model.cache.layers.items():
         for held, expected in zip(pair, fresh.layers[layer], strict=True):
             difference = held[row, :, : len(tokens)] - expected[0, :, : len(tokens)]
