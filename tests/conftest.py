@@ -28,7 +28,8 @@ def _no_site_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plugin_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """caplog with the plugin's lines from INFO on, whatever vLLM does to its loggers when its first engine starts."""
+    """caplog with the plugin's lines from INFO on. vLLM's first engine in a process would set its loggers up anew."""
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     monkeypatch.setattr(logger, "propagate", False)
