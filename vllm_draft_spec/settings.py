@@ -24,7 +24,8 @@ class Settings:
     has faded to 1/e. exploration: share of the time that rounds beside the best length may lose. log_interval_s:
     seconds between two lines in the log, 0 for none. draft: who runs the draft model, vllm or own (docs/vllm.md).
     window: latest tokens that the own draft attends to; 0: all of them. sinks: first tokens that it attends to
-    besides. fast: the own draft's forward by specdec.fast, where that can be used."""
+    besides. fast: the own draft's forward by specdec.fast, where that can be used. verify_graphs: each of the
+    target's steps in one CUDA graph whatever the draft length, where that can be."""
 
     controller: str = "adaptive"
     k_max: int
@@ -36,6 +37,7 @@ class Settings:
     window: int = 0
     sinks: int = 4
     fast: bool = False
+    verify_graphs: bool = True
 
     def make_controller(self) -> Controller:
         if self.controller == "fixed":
@@ -78,7 +80,8 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
         draft=draft,
         window=_tokens(given, "window", lowest=1),
         sinks=_tokens(given, "sinks", lowest=0),
-        fast=given.get("fast", Settings.fast),
+        fast=_flag(given, "fast"),
+        verify_graphs=_flag(given, "verify_graphs"),
     )
 
 
@@ -91,8 +94,13 @@ def _check_own(given: Mapping[str, Any], draft: str) -> None:
     ):
         if key in given and not has_effect:
             raise ValueError(f"{SECTION}.{key} has no effect {needs}")
-    if not isinstance(given.get("fast", False), bool):
-        raise ValueError(f"{SECTION}.fast is {given['fast']!r}; expected true or false")
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, getattr(Settings, key))
+    if not isinstance(value, bool):
+        raise ValueError(f"{SECTION}.{key} is {value!r}; expected true or false")
+    return value
 
 
 def _whole(given: Mapping[str, Any], key: str, default: int, *, lowest: int, highest: int) -> int:
