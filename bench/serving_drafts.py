@@ -147,11 +147,20 @@ def eagle_folder(config: Config, method: str) -> Path:
 def _make_eagle(target: Path, method: str, tmp: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
     shape = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     dtype = shape.dtype if isinstance(shape.dtype, torch.dtype) else torch.float32
+    head = eagle_config(shape, method, dtype)
+    head.save_pretrained(tmp)
+    save_file(_eagle_weights(head, method, dtype), tmp / WEIGHTS, metadata={"format": "pt"})
+    _copy_tokenizer(target, tmp)
+
+
+def eagle_config(shape: Any, method: str, dtype: Any) -> Any:
+    """transformers' config of a fabricated head for a target of that config."""
+    from transformers import LlamaConfig
+
     head = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -159,7 +168,7 @@ def _make_eagle(target: Path, method: str, tmp: Path) -> None:
         num_hidden_layers=1,
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads,
         max_position_embeddings=shape.max_position_embeddings,
         rms_norm_eps=shape.rms_norm_eps,
         tie_word_embeddings=False,
@@ -169,9 +178,7 @@ def _make_eagle(target: Path, method: str, tmp: Path) -> None:
     if method == "eagle3":
         head.draft_vocab_size = shape.vocab_size
         head.eagle_aux_hidden_state_layer_ids = aux_layers(shape.num_hidden_layers)
-    head.save_pretrained(tmp)
-    save_file(_eagle_weights(head, method, dtype), tmp / WEIGHTS, metadata={"format": "pt"})
-    _copy_tokenizer(target, tmp)
+    return head
 
 
 def aux_layers(layers: int) -> list[int]:

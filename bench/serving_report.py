@@ -1,4 +1,4 @@
-"""RESULTS_SERVING.md from result JSON: vLLM's methods under load.
+"""RESULTS_SERVING.md from result JSON: vLLM's methods under load, and their speed on a GPU.
 
     python -m bench.serving_report --results results/*.json
     python -m bench.serving_report --config configs/demo.yaml    # that run's results, written beside them
@@ -12,12 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from bench import report
+from bench import report, vllm_speed_tables
 from bench.serving_tables import load_name, method_table, serving_table
 from bench.tables import evidence_table, gate_table, number
 from pipeline.tables import to_markdown
 
-STAGES = ("05_bench_vllm", "05_smoke", "vllm_lengths")
+STAGES = ("vllm_speed", "05_bench_vllm", "05_smoke", "vllm_lengths")
 OUT = "RESULTS_SERVING.md"
 BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
@@ -55,6 +55,9 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         yield "\nDraft lengths in one engine, each against the fixed one that was fastest on that load:\n"
         yield f"{_lengths(result)}\n"
         return
+    if result["stage"] == "vllm_speed":
+        yield from _speed(result)
+        return
     rows = [row for row in result["rows"] if "gate" not in row]
     if rows:
         first = rows[0]
@@ -74,6 +77,30 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     points = evidence_table(result, "G6")
     if len(points):
         yield f"Bring-up checkpoints:\n\n{to_markdown(points)}\n"
+
+
+def _speed(result: Mapping[str, Any]) -> Iterator[str]:
+    """Of bench.vllm_speed."""
+    rows = [row for row in result["rows"] if "gate" not in row]
+    first = rows[0]
+    yield f"- Target: {first['target']}, draft: {first['draft']}, in {first['dtype']}; weights: {first['weights']}"
+    yield (
+        f"- Requests: so many at once as the batch, {first['prompt_tokens']} random prompt tokens, "
+        f"{first['new_tokens']} new tokens each, greedy"
+    )
+    yield "- Tokens/s: new tokens over the wall time of the whole call, prompts included; the median of its passes"
+    yield "- In brackets: against `none` at that batch on the same model runner of vLLM"
+    yield "- Acceptance labelled synthetic is imposed by vLLM's rejection sampler, whatever was drafted"
+    yield f"\n{to_markdown(vllm_speed_tables.speeds(rows))}\n"
+    yield f"{to_markdown(gate_table(result))}\n"
+    yield f"What the engines took:\n\n{to_markdown(vllm_speed_tables.engines(rows))}\n"
+    yield f"<details><summary>Rounds</summary>\n\n{to_markdown(vllm_speed_tables.rounds(rows))}\n\n</details>\n"
+    evidence = evidence_table(result, "G6")
+    if len(evidence):
+        yield f"<details><summary>Gate G6, cell by cell</summary>\n\n{to_markdown(evidence)}\n\n</details>\n"
+    if lines := vllm_speed_tables.not_run(rows):
+        yield "Not run:\n"
+        yield from [*lines, ""]
 
 
 def _lengths(result: Mapping[str, Any]) -> str:

@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
 # Stage 05: vLLM's methods under load. Usage: 05_bench_vllm.sh --config FILE [--set key=value] [--force] [--smoke]
 #   --smoke   the bring-up checkpoints alone
+# Or: 05_bench_vllm.sh --speed FOLDER --out FILE [--minutes N] ...   the speed of every method on one GPU, on models of
+#   the shapes in FOLDER (python -m bench.vllm_speed --help)
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+if [[ "${1:-}" == --speed ]]; then
+  shift
+  exec "$SPEC_PYTHON" -P -m bench.vllm_speed --shapes "$@"
+fi
 exec "$SPEC_PYTHON" -P -m bench.bench_serving "$@"

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 
-def room_on(device: torch.device, share: float) -> int:
-    """Bytes that vLLM may still take there. share: gpu_memory_utilization."""
+def room_on(device: torch.device, cache_config: Any) -> int:
+    """Bytes that vLLM may still take there: of its share of a GPU, or of all that is free where its pool has a size of
+    its own, which is then not the share's."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - share) * total)
+        pool = cache_config.kv_cache_memory_bytes
+        return int(free - (1 - cache_config.gpu_memory_utilization) * total if pool is None else free - pool)
     import psutil  # which vLLM needs
 
     return int(psutil.virtual_memory().available)

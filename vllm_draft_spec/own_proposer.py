@@ -69,7 +69,7 @@ class OwnProposer(PluginDrafter):
         size = cache_size(
             settings, config, itemsize=self.dtype.itemsize, num_rows=self.max_batch_size, max_tokens=self.max_model_len
         )
-        check_room(size, room_on(self.device, self.vllm_config.cache_config.gpu_memory_utilization))
+        check_room(size, room_on(self.device, self.vllm_config.cache_config))
         window = window_of(settings.window, settings.sinks, settings.k_max) if settings.window else None
         self.draft = OwnDraft(
             drafter,

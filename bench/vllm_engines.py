@@ -1,0 +1,209 @@
+"""The engines of bench.vllm_speed: model folders of the given shapes, and how a method's engine is started.
+
+All engines of a wave live on one GPU together. vLLM then must not measure its memory, since what the neighbours take
+would count as its own: the KV pool is given in bytes, for as many rows as the largest batch has, and the share of the
+GPU that vLLM checks at the start is small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.serving_drafts import eagle_config
+from bench.serving_methods import CHECKOUT, CPU_SETTINGS, SWITCH, record_of_checkout
+from bench.shapes import config_of, random_model
+from bench.tiny_models import noisy_copy, tiny_model
+from bench.vllm_methods import DRAFT, HEAD, Method, Sizes
+
+GIB = 1 << 30
+SHARE = 0.03  # of the GPU: what vLLM asks to be free when it starts, and nothing else
+PREFILL_TOKENS = 8192  # most tokens of a step; bounds the activations of each engine
+BLOCK, CPU_BLOCK = 16, 32  # tokens of a KV block; the CPU's attention takes no smaller one
+LONGEST_DRAFT = 16
+REST_GIB, REST_DRAFTING_GIB = 3.0, 4.0  # CUDA context, activations and graphs of an engine without and with drafts
+TINY_REAL = "real (a noisy copy drafts)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Folders by $DRAFT, $EAGLE3 and "" for the target. weights: bytes; kv: bytes a token."""
+
+    folders: Mapping[str, str]
+    weights: Mapping[str, int]
+    kv: Mapping[str, int]
+    vocab: int
+    on_gpu: bool
+    names: Mapping[str, Any]
+
+    def pool_bytes(self, method: Method, sizes: Sizes) -> int:
+        """KV of the largest batch."""
+        blocks = -(-(sizes.prompt_tokens + sizes.new_tokens + LONGEST_DRAFT) // BLOCK) + 1
+        return self.kv_bytes(method) * BLOCK * blocks * max(sizes.batches)
+
+    def kv_bytes(self, method: Method) -> int:
+        """Of a token in vLLM's pool: the draft's too where vLLM runs it."""
+        return self.kv[""] + (0 if _runs_own(method) else self.kv.get(_model(method), 0))
+
+    def gib(self, method: Method, sizes: Sizes) -> float:
+        """What the method's engine takes of the GPU, about."""
+        model = _model(method)
+        own = self.kv[model] * longest(sizes) * max(sizes.batches) if _runs_own(method) else 0
+        rest = REST_GIB if method.controller == "none" else REST_DRAFTING_GIB
+        taken = self.weights[""] + self.weights.get(model, 0) + self.pool_bytes(method, sizes) + own
+        return taken / GIB + rest
+
+
+def _model(method: Method) -> str:
+    return str(method.speculative.get("model", "none"))
+
+
+def _runs_own(method: Method) -> bool:
+    return method.plugin is not None and method.plugin.get("draft") == "own"
+
+
+def longest(sizes: Sizes) -> int:
+    """Tokens of a request, and room for the drafts behind its end: vLLM stops drafting for all near it."""
+    return sizes.prompt_tokens + sizes.new_tokens + 2 * LONGEST_DRAFT
+
+
+def random_models(shapes: Path, target: str, draft: str, folder: Path) -> Models:
+    """Folders with configs alone: vLLM makes the weights ("dummy"). ValueError for configs that cannot be used."""
+    configs = {"": config_of(shapes, target), DRAFT: config_of(shapes, draft)}
+    head = eagle_config(configs[""], "eagle3", torch.bfloat16)
+    folders = {}
+    for role, name in (("", target), (DRAFT, draft)):
+        values = json.loads((shapes / f"{name}.json").read_text(encoding="utf-8"))
+        folders[role] = _written(folder / name, values)
+    folders[HEAD] = _written(folder / "eagle3", head.to_dict())
+    every = configs | {HEAD: head}
+    return Models(
+        folders=folders,
+        weights={role: _weight_bytes(config) for role, config in every.items()},
+        kv={role: _kv_bytes(config) for role, config in every.items()},
+        vocab=configs[""].vocab_size,
+        on_gpu=True,
+        names={"target": target, "draft": draft, "dtype": "bfloat16", "weights": "random"},
+    )
+
+
+def _written(folder: Path, values: Mapping[str, Any]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return str(folder.resolve())
+
+
+def _weight_bytes(config: Any) -> int:
+    module = random_model(config, "meta", torch.bfloat16, 0)
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _kv_bytes(config: Any) -> int:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * torch.bfloat16.itemsize
+
+
+def tiny_models(folder: Path) -> Models:
+    """A pair with weights that vLLM's CPU attention takes."""
+    target = tiny_model(vocab=64, layers=2, hidden=64, head_dim=32, dtype=torch.float32, logit_std=2.0)
+    folders = {"": folder / "target", DRAFT: folder / "draft"}
+    target.save_pretrained(folders[""])
+    noisy_copy(target, noise=0.1, seed=1).save_pretrained(folders[DRAFT])
+    return Models(
+        folders={role: str(path.resolve()) for role, path in folders.items()},
+        weights={},
+        kv={},
+        vocab=64,
+        on_gpu=False,
+        names={"target": "tiny", "draft": "noisy copy", "dtype": "float32", "weights": "random"},
+    )
+
+
+def job(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
+    """What a worker is told of its engine."""
+    return {
+        "llm": arguments(method, models, sizes),
+        "controller": method.controller,
+        "k": method.k,
+        "ks": sorted({method.k, *method.ks}),
+        "vocab": models.vocab,
+        "batches": list(sizes.batches),
+        "prompt_tokens": sizes.prompt_tokens,
+        "new_tokens": sizes.new_tokens,
+    }
+
+
+def arguments(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
+    """Of vLLM's LLM."""
+    given: dict[str, Any] = {
+        "model": models.folders[""],
+        "skip_tokenizer_init": True,
+        "dtype": models.names["dtype"],
+        "seed": 0,
+        "max_model_len": longest(sizes),
+        "max_num_seqs": max(sizes.batches),
+        "enable_prefix_caching": False,
+    }
+    if models.on_gpu:
+        given |= {
+            "load_format": "dummy",
+            "max_num_batched_tokens": PREFILL_TOKENS,
+            "gpu_memory_utilization": SHARE,
+            "kv_cache_memory_bytes": models.pool_bytes(method, sizes),
+        }
+    else:
+        given |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+    if method.async_scheduling is not None:
+        given["async_scheduling"] = method.async_scheduling
+    if method.speculative:
+        given["speculative_config"] = _speculative(method, models, sizes)
+    if method.plugin is not None:
+        given["additional_config"] = {"specdec": dict(method.plugin)}
+    return given
+
+
+def _speculative(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
+    config = {**method.speculative, "num_speculative_tokens": method.k}
+    if "model" in config:
+        config["model"] = models.folders[config["model"]]
+    if sizes.real is None:
+        config["rejection_sample_method"] = "synthetic"
+        if method.tokens_per_round is not None:
+            config["synthetic_acceptance_length"] = method.tokens_per_round
+        else:  # of each position, whatever became of those before it
+            config["synthetic_acceptance_rates"] = [sizes.alphas[0] ** (j + 1) for j in range(method.k)]
+    return config
+
+
+def environment(method: Method, *, on_gpu: bool, folder: Path, cache: Path) -> dict[str, str]:
+    """Of the method's process. cache: its compiled code; two processes never write one at the same time."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if method.runner == "V2" else "0",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_NO_USAGE_STATS": "1",
+        SWITCH: "0" if method.plugin is None else "1",
+    }
+    if not on_gpu:
+        env |= {name: os.environ.get(name, value) for name, value in CPU_SETTINGS.items()}
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if method.plugin is not None:
+        paths.insert(0, str(record_of_checkout(folder)))
+    return env | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def fitting(methods: Sequence[Method], models: Models, sizes: Sizes, *, free_gib: float, most: int) -> list[Method]:
+    """The first of `methods` that live on the device together; always one."""
+    chosen: list[Method] = []
+    for method in methods:
+        left = free_gib - sum(models.gib(each, sizes) for each in chosen) if models.on_gpu else 0.0
+        if chosen and (len(chosen) >= most or (models.on_gpu and models.gib(method, sizes) > left)):
+            break
+        chosen.append(method)
+    return chosen

@@ -1,0 +1,84 @@
+"""Rows of bench.vllm_speed: kept on disk, and what an engine's log says for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench import vllm_speed_gate
+from bench.report_data import is_number
+from bench.serving_metrics import memory
+from bench.serving_rows import FOLDERS
+from bench.vllm_methods import Cell
+from pipeline.results import read_result, write_result
+
+STAGE = "vllm_speed"
+REASON_LENGTH = 900
+_CAPTURE = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+_OWN = re.compile(r"own draft .*: weights ([\d.]+) GiB, cache ([\d.]+) GiB")
+
+
+@dataclass
+class Rows:
+    """What has been measured, by the name of its cell, on disk after every row."""
+
+    out: Path
+    run: str
+    obstacle: str | None
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def __post_init__(self) -> None:
+        if self.out.exists():
+            earlier = read_result(self.out)
+            if (earlier["stage"], earlier["run"]) != (STAGE, self.run):
+                raise ValueError(
+                    f"{self.out} holds {earlier['stage']} of {earlier['run']}, not {STAGE} of {self.run}; "
+                    "name another file with --out"
+                )
+            self.started = earlier["started"]
+            self.rows = {row["cell"]: row for row in earlier["rows"] if "cell" in row}
+
+    def failed(self, cell: Cell) -> bool:
+        return "not_run" in self.rows.get(cell.name, {})
+
+    def missing(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those without a row, then those whose row says that they were not run."""
+        return [cell for cell in cells if cell.name not in self.rows] + [cell for cell in cells if self.failed(cell)]
+
+    def add(self, cell: Cell, row: Mapping[str, Any]) -> None:
+        self.rows[cell.name] = {"cell": cell.name, **row}
+        found = vllm_speed_gate.with_speedups(self.rows.values())
+        judged = vllm_speed_gate.g6(found, self.obstacle)
+        gates, rows = {"G6": judged["gate"]}, found + judged["rows"]
+        write_result(self.out, stage=STAGE, run=self.run, rows=rows, gates=gates, started=self.started)
+
+
+def told(log: Path) -> dict[str, Any]:
+    """Row fields from an engine's log: its pool, and what capturing graphs and the own draft took."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    found = {"kv_tokens": memory(text)["kv_tokens"]}
+    if capture := _CAPTURE.search(text):
+        found |= {"capture_s": float(capture.group(1)), "capture_gib": float(capture.group(2))}
+    if own := _OWN.search(text):
+        found |= {"draft_weights_gib": float(own.group(1)), "draft_cache_gib": float(own.group(2))}
+    return found
+
+
+def short(text: str) -> str:
+    """An engine's words for a page, without the folders of this machine."""
+    text = FOLDERS.sub(".../", text)
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
+
+
+def line_of(cell: Cell, row: Mapping[str, Any]) -> str:
+    """What a terminal shows of a row."""
+    if "not_run" in row:
+        return f"{cell.name}: not run: {row['not_run']}"
+    names = ("tokens_per_s", "mean_k", "alpha", "tokens_per_round", "draft_step_ms", "verify_ms")
+    values = [f"{name} {row[name]:.4g}" for name in names if is_number(row.get(name))]
+    return f"{cell.name}: {', '.join(values)}"
