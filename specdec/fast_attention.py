@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention import attend_live
-from specdec.fast_kernels import INTERPRETED, row_offset
+from specdec.fast_kernels import INTERPRETED, early, let_next_start, row_offset, wait_for_last
 from specdec.kvcache import Plan, live_part
 
 MAX_QUERIES = 16
@@ -78,8 +78,11 @@ def _attend_split(
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
     DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a split, a tile of queries of one key head, and a row of the batch."""
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     split, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, sink_blocks, first, num_blocks = _blocks_of(last_ptr, b, q, WINDOW, SINKS, BLOCK_S)
     share = (num_blocks + SPLITS - 1) // SPLITS
@@ -137,8 +140,11 @@ def _combine(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a token and head: the weighted sum of what the splits that had something to read left."""
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     place = tl.program_id(0)
     b = place // (H * q)
     _, _, _, num_blocks = _blocks_of(last_ptr, b, q, WINDOW, SINKS, BLOCK_S)
@@ -202,6 +208,7 @@ def decode_attention(
     lse_N = partial_N if splits == 1 else partial_N.new_empty(B * q * H * splits)
     first, rows_B = row_offset(plan)
     reach = {"WINDOW": window or 0, "SINKS": sinks, "BLOCK_S": block_s, "SPLITS": splits}
+    reach |= early(out_BqHD.device)
     _attend_split[(splits, tiles, B)](
         query_BqHD,
         keys_BGCD[first:],

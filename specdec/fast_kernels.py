@@ -5,18 +5,42 @@ of query and key heads + rotary embedding (arXiv 2104.09864) + the write of keys
 SiLU(gate) * up (arXiv 2002.05202). All arithmetic is in float32, rounded to the model's dtype wherever the modules
 round, so that in half precision too the difference to them is a last bit here and there.
 
+A forward is some 300 launches in a row, each of a few microseconds, so their beginnings and ends count. On a GPU that can
+(compute capability 9.0 on, "programmatic dependent launch" in the CUDA programming guide) a kernel is started before the
+one before it has ended: it says at once that the next may start (`let_next_start`), gets ready with what no kernel
+writes, its weights, and then waits until the kernel before it is complete (`wait_for_last`). Every program of every
+kernel here waits before it writes, or reads what was written, and so none ends before all that came before has.
+
 Run by Triton's interpreter where TRITON_INTERPRET=1 was set before the first import of triton; then CPU tensors
 work. Shapes: T = B * q tokens, E hidden size, H query heads, G key heads, D head dimension, F = (H + 2 G) * D, I width
 of the MLP, C capacity of the cache.
 """
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kvcache import Plan
 
 _SILU_BLOCK = 512
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):
+    """The kernel after this one may be started once every program of this one has come here."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Returns when the kernel before this one has ended and what it wrote can be read."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit
@@ -39,34 +63,48 @@ def _add_norm(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS kept tokens a program: residual += x; out = norm(residual) * weight."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    let_next_start(EARLY)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     token = (row // keep) * q + (q - keep) + row % keep
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < width)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    wait_for_last(EARLY)
     values = tl.load(residual_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(x_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_ptr + token * width + column, values.to(DTYPE), mask=inside)
         values = values.to(DTYPE).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / width + epsilon)[:, None]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     tl.store(out_ptr + row * width + column, _weighted(values, scale, weight, DTYPE).to(DTYPE), mask=inside)
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def silu_times(gate, up, DTYPE: tl.constexpr):
+    """SiLU(gate) * up of float32 numbers, rounded where the modules round."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _silu_mul(
+    gate_up_ptr, out_ptr, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (token < num_tokens) & (column < width)
     here = gate_up_ptr + token * 2 * width + column
     gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(here + width, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-    tl.store(out_ptr + token * width + column, (silu * up).to(DTYPE), mask=inside)
+    tl.store(out_ptr + token * width + column, silu_times(gate, up, DTYPE), mask=inside)
 
 
 @triton.jit
@@ -98,9 +136,12 @@ def _rotate_and_store(
     NORM: tl.constexpr,
     INDEXED: tl.constexpr,
     ITEMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ITEMS heads of tokens a program: a query head is rotated where it lies, a key or value head goes to the cache."""
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     HALF: tl.constexpr = D // 2
     item = (tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)).to(tl.int64)[:, None]
     token, head = item // (H + 2 * G), item % (H + 2 * G)
@@ -136,6 +177,17 @@ def _rotate_and_store(
 INTERPRETED = not isinstance(_add_norm, triton.runtime.JITFunction)
 
 
+@lru_cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels may be started there before the one before them has ended."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """What a launch on this device is given for that."""
+    return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
+
+
 def add_norm(
     x_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, epsilon: float, *, q: int = 1, keep: int = 1
 ) -> Tensor:
@@ -159,6 +211,7 @@ def add_norm(
         ROWS=rows,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
+        **early(out_NE.device),
     )
     return out_NE
 
@@ -169,7 +222,7 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     out_TI = gate_up_TJ.new_empty(T, width)
     rows = _rows_a_program(T)
     grid = (triton.cdiv(T, rows), triton.cdiv(width, _SILU_BLOCK))
-    _silu_mul[grid](gate_up_TJ, out_TI, T, width, ROWS=rows, BLOCK=_SILU_BLOCK, num_warps=4)
+    _silu_mul[grid](gate_up_TJ, out_TI, T, width, ROWS=rows, BLOCK=_SILU_BLOCK, num_warps=4, **early(out_TI.device))
     return out_TI
 
 
@@ -215,6 +268,7 @@ def rotate_and_store(
         INDEXED=rows_B is not None,
         ITEMS=items,
         num_warps=2,
+        **early(qkv_TF.device),
     )
 
 

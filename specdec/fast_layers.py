@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec.fast_attention import attend
-from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store, silu_mul
+from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store
 from specdec.fast_linear import Choices, Product, Scratch, choose_tilings, graph_seconds
 from specdec.kvcache import Plan, RaggedCache
 
@@ -65,7 +65,7 @@ class Layer:
             index=int(attention.layer_idx),
             qkv=_product([attention.q_proj, attention.k_proj, attention.v_proj], scratch),
             out=_product([attention.o_proj], scratch),
-            gate_up=_product([mlp.gate_proj, mlp.up_proj], scratch),
+            gate_up=_product([mlp.gate_proj, mlp.up_proj], scratch, gated=True),
             down=_product([mlp.down_proj], scratch),
             input_norm=Norm.of(module.input_layernorm),
             mlp_norm=Norm.of(module.post_attention_layernorm),
@@ -119,7 +119,7 @@ class FastDecoder:
             x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
             x_TE = layer.out(self._attention(layer, x_TE, cache, plan))
             x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
-            x_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
+            x_TE = layer.down(layer.gate_up(x_TE))
         if num_layers < len(self.layers):
             return (residual_TE + x_TE).view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
         return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
@@ -137,12 +137,13 @@ class FastDecoder:
         return out_BqHD.view(B * q, -1)
 
 
-def _product(linears: Sequence[Any], scratch: Scratch) -> Product:
+def _product(linears: Sequence[Any], scratch: Scratch, *, gated: bool = False) -> Product:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):
         raise ValueError("only some of the projections of one input have a bias")
     weight_NK = side_by_side([linear.weight for linear in linears])
-    return Product(weight_NK=weight_NK, bias_N=side_by_side(biases) if biases else None, scratch=scratch)
+    bias_N = side_by_side(biases) if biases else None
+    return Product(weight_NK=weight_NK, bias_N=bias_N, scratch=scratch, gated=gated)
 
 
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -3,7 +3,9 @@
 With at most 16 rows a product only reads its weight once, and what counts is how many reads are in flight. Split-K
 (Osama et al. 2023, "Stream-K", arXiv 2301.03598, section 3) lets SPLITS programs share the K of one block of N outputs.
 Each leaves its float32 sum; the one that arrives last, told by a counter a block, adds them up in the order of the
-splits, so the result does not depend on who was last, and sets the counter back for the next launch.
+splits, so the result does not depend on who was last, and sets the counter back for the next launch. The first of a
+program's weights are on their way to the L2 cache while the kernel before still runs (specdec.fast_kernels). A gated
+product, SiLU(x G^T) * (x U^T) of a weight that holds G above U, takes a row of each in turn, so that one program has both.
 
 Which kernel a weight gets is timed, on a CUDA device only: a CUDA graph over all layers' weights of that shape, so
 that they come from memory as they do in a forward and not from the L2 cache. Shapes: M rows, K inputs, N outputs.
@@ -19,12 +21,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.fast_kernels import INTERPRETED
+from specdec.fast_kernels import INTERPRETED, early, let_next_start, silu_mul, silu_times, wait_for_last
 
 MAX_ROWS = 16
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_LINE_BYTES = 128
+_PREFETCHED = 512  # of each row of weights
 # What a candidate must gain over torch's product, which is chosen when in doubt.
 _WORTH_IT = 0.97
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Have the lines of memory that hold these addresses brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -44,14 +56,28 @@ def _split_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    GATED: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program a block of outputs and a split of K."""
+    """One program a block of outputs and a split of K. LINE: weights in a line of memory; LINES of each row are
+    fetched early."""
+    let_next_start(EARLY)
     block, split = tl.program_id(0), tl.program_id(1)
     m, n, k = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     share = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    weight_row_ptr = weight_ptr + n.to(tl.int64)[None, :] * K
+    begin, stop = split * share, tl.minimum((split + 1) * share, K)
+    row = n
+    if GATED:
+        row = n // 2 + (n % 2) * (N // 2)
+    weight_row_ptr = weight_ptr + row.to(tl.int64)[None, :] * K
+    if EARLY:
+        line = tl.minimum(begin + LINE * tl.arange(0, LINES), K - 1)
+        _prefetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[None, :] * K + line[:, None])
+    wait_for_last(EARLY)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(split * share, tl.minimum((split + 1) * share, K), BLOCK_K):
+    for start in range(begin, stop, BLOCK_K):
         at = start + k
         x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
         weight = tl.load(weight_row_ptr + at[:, None], mask=(n[None, :] < N) & (at[:, None] < K), other=0.0)
@@ -67,9 +93,16 @@ def _split_product(
         for other in range(SPLITS):
             total += tl.load(partial_ptr + place + other * BLOCK_M * BLOCK_N, cache_modifier=".cg")
     if BIAS:
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    inside = (m[:, None] < M) & (n[None, :] < N)
-    tl.store(out_ptr + m[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(bias_ptr + row, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(total.reshape(BLOCK_M, BLOCK_N // 2, 2))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside = (m[:, None] < M) & (column[None, :] < N // 2)
+        here = out_ptr + m[:, None] * (N // 2) + column[None, :]
+        tl.store(here, silu_times(gate, up, out_ptr.dtype.element_ty), mask=inside)
+    else:
+        inside = (m[:, None] < M) & (n[None, :] < N)
+        tl.store(out_ptr + m[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +125,14 @@ class Tiling:
 _SPLIT_UP_TO = 65_536
 CANDIDATES = (
     Tiling(block_n=16, block_k=256, splits=1, warps=4, stages=4),
-    Tiling(block_n=32, block_k=256, splits=1, warps=4, stages=3),
-    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
-    Tiling(block_n=32, block_k=128, splits=2, warps=4, stages=4),
-    Tiling(block_n=32, block_k=128, splits=4, warps=4, stages=4),
+    Tiling(block_n=32, block_k=128, splits=1, warps=4, stages=5),
+    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=3),
+    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=5),
+    Tiling(block_n=128, block_k=128, splits=1, warps=4, stages=3),
+    Tiling(block_n=32, block_k=128, splits=2, warps=4, stages=5),
+    Tiling(block_n=32, block_k=128, splits=4, warps=4, stages=3),
+    Tiling(block_n=32, block_k=128, splits=8, warps=4, stages=3),
     Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=4),
-    Tiling(block_n=64, block_k=128, splits=8, warps=4, stages=4),
 )
 
 
@@ -118,36 +153,48 @@ class Scratch:
 
 @dataclass(kw_only=True)
 class Product:
-    """One weight [N, K], its bias, and how to multiply one row, or few (up to MAX_ROWS), with it (None: torch)."""
+    """One weight [N, K], its bias, and how to multiply one row, or few (up to MAX_ROWS), with it (None: torch). gated:
+    the result is SiLU of its first half times its second."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
     scratch: Scratch
+    gated: bool = False
     single: Tiling | None = None
     few: Tiling | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What its time depends on."""
-        return *self.weight_NK.shape, self.bias_N is not None, self.weight_NK.dtype, self.weight_NK.device
+        weight_NK = self.weight_NK
+        return *weight_NK.shape, self.bias_N is not None, self.gated, weight_NK.dtype, weight_NK.device
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        """x W^T + b: [M, K] -> [M, N]."""
+        """x W^T + b: [M, K] -> [M, N], or [M, N / 2] where it is gated."""
         rows = len(x_MK)
         tiling = self.single if rows == 1 else self.few if rows <= MAX_ROWS else None
-        if tiling is None:
-            return functional.linear(x_MK, self.weight_NK, self.bias_N)
-        return split_product(x_MK, self.weight_NK, self.bias_N, tiling, self.scratch)
+        return self.by_torch(x_MK) if tiling is None else self.by_splits(x_MK, tiling)
+
+    def by_torch(self, x_MK: Tensor) -> Tensor:
+        out_MN = functional.linear(x_MK, self.weight_NK, self.bias_N)
+        return silu_mul(out_MN) if self.gated else out_MN
+
+    def by_splits(self, x_MK: Tensor, tiling: Tiling) -> Tensor:
+        return split_product(x_MK, self.weight_NK, self.bias_N, tiling, self.scratch, gated=self.gated)
 
 
 # By kind and number of products: for one row, for few.
 Choices = dict[tuple[object, ...], tuple[Tiling | None, Tiling | None]]
 
 
-def split_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, scratch: Scratch) -> Tensor:
-    """x W^T + b by the split-K kernel, for at most MAX_ROWS rows; all dense. The scratch has been reserved."""
+def split_product(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, scratch: Scratch, *, gated: bool = False
+) -> Tensor:
+    """x W^T + b by the split-K kernel, for at most MAX_ROWS rows, gated or not; all dense. The scratch has been
+    reserved."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    out_MN = x_MK.new_empty(M, N)
+    out_MN = x_MK.new_empty(M, N // 2 if gated else N)
+    line = _LINE_BYTES // weight_NK.element_size()
     _split_product[(triton.cdiv(N, tiling.block_n), tiling.splits)](
         x_MK,
         weight_NK,
@@ -165,8 +212,12 @@ def split_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling
         BLOCK_K=tiling.block_k,
         # The interpreter multiplies the bits of bfloat16; there the same rounded numbers are taken as float32.
         DOT=tl.float32 if INTERPRETED else _TRITON_TYPES[x_MK.dtype],
+        GATED=gated,
+        LINE=line,
+        LINES=_PREFETCHED // line,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **early(x_MK.device),
     )
     return out_MN
 
@@ -194,7 +245,7 @@ def _fastest(group: list[Product], rows: int, seconds: Callable[[Callable[[], ob
     first = group[0]
     x_MK = torch.randn(rows, first.weight_NK.shape[1], device=first.weight_NK.device).to(first.weight_NK.dtype)
     best = None
-    best_seconds = _WORTH_IT * seconds(lambda: [functional.linear(x_MK, p.weight_NK, p.bias_N) for p in group])
+    best_seconds = _WORTH_IT * seconds(lambda: [p.by_torch(x_MK) for p in group])
     for tiling in _candidates(len(first.weight_NK)):
         if not _agrees(first, x_MK, tiling):
             continue
@@ -205,7 +256,7 @@ def _fastest(group: list[Product], rows: int, seconds: Callable[[Callable[[], ob
 
 
 def _split_products(group: list[Product], x_MK: Tensor, tiling: Tiling) -> list[Tensor]:
-    return [split_product(x_MK, p.weight_NK, p.bias_N, tiling, p.scratch) for p in group]
+    return [p.by_splits(x_MK, tiling) for p in group]
 
 
 def _candidates(N: int) -> list[Tiling]:
@@ -214,9 +265,9 @@ def _candidates(N: int) -> list[Tiling]:
 
 def _agrees(product: Product, x_MK: Tensor, tiling: Tiling) -> bool:
     """Whether the kernel fits on the device and gives torch's product, up to the rounding of the result."""
-    expected = functional.linear(x_MK, product.weight_NK, product.bias_N).double()
+    expected = product.by_torch(x_MK).double()
     try:
-        got = split_product(x_MK, product.weight_NK, product.bias_N, tiling, product.scratch).double()
+        got = product.by_splits(x_MK, tiling).double()
     except triton.OutOfResources:
         return False
     return bool((got - expected).norm() <= 4 * torch.finfo(x_MK.dtype).eps * expected.norm())

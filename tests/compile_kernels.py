@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from specdec import fast_kernels
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
 from specdec.fast_linear import CANDIDATES, Scratch, split_product
@@ -86,17 +87,19 @@ def run_all(heads: int, kv_heads: int, dim: int, hidden: int, dtype: torch.dtype
 
 def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight, bias = torch.zeros(outputs, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype)
-    for rows, tiling, added in [(5, t, None) for t in CANDIDATES] + [
-        (1, CANDIDATES[0], None),
-        (5, CANDIDATES[-1], bias),
+    for rows, tiling, added, gated in [
+        *((5, t, None, gated) for t in CANDIDATES for gated in (False, True)),
+        (1, CANDIDATES[0], None, False),
+        (5, CANDIDATES[-1], bias, True),
     ]:
         scratch = Scratch(torch.device("cpu"))
         scratch.reserve(*tiling.scratch(outputs))
-        split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch)
+        split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch, gated=gated)
 
 
 def main() -> None:
     found = compile_instead_of_launching()
+    fast_kernels.starts_early = lambda device: True  # as on that GPU
     run_all(32, 8, 128, 4096, torch.bfloat16)
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)

@@ -18,7 +18,7 @@ from specdec.window import Window
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from specdec import fast_layers
+from specdec import fast_layers, fast_linear
 from specdec.fast_layers import side_by_side
 
 VOCAB, ROWS, CAPACITY = 40, 3, 64
@@ -215,13 +215,14 @@ def test_a_cache_with_a_window_stays_eager(kernel_device, caplog) -> None:
 
 
 def test_a_wrong_kernel_is_found_when_the_model_is_loaded(kernel_device, caplog, monkeypatch) -> None:
-    for name, wrong in (("silu_mul", lambda x: x[:, : x.shape[1] // 2].contiguous()), ("attend", None)):
-        if wrong is None:
-            real = fast_layers.attend
-            wrong = lambda *args, real=real, **options: real(*args, **{**options, "scale": 2.0})  # noqa: E731
-        monkeypatch.setattr(fast_layers, name, wrong)
-        assert "differ by" in refusal(tiny("qwen3").to(kernel_device), caplog)
-        monkeypatch.undo()
+    real = fast_layers.attend
+    for module, name, wrong in (
+        (fast_linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2].contiguous()),
+        (fast_layers, "attend", lambda *args, **options: real(*args, **{**options, "scale": 2.0})),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            assert "differ by" in refusal(tiny("qwen3").to(kernel_device), caplog)
 
 
 def test_without_triton_or_its_device(caplog, monkeypatch) -> None:
