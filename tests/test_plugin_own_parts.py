@@ -280,6 +280,13 @@ def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
         kept, at = [*kept, token], [*at, at[-1] + 1]
 
 
+def test_a_token_that_has_not_come_back_yet_is_no_index() -> None:
+    draft = OwnDraft(ModelDrafter(model()), target_size=VOCAB, num_slots=1, max_tokens=9, k_max=1)
+    draft.admit(0, 0, torch.tensor([3, -1, 2], dtype=torch.int32))
+    draft.admit(0, 0, torch.tensor([], dtype=torch.int32))
+    assert draft.state.tokens_BT[0, :3].tolist() == [3, 0, 2]
+
+
 @pytest.mark.parametrize("recent", [0, 20])
 def test_the_largest_step_can_be_rehearsed(recent: int) -> None:
     """What vLLM measures on a GPU before it sizes its pool; nothing of it counts afterwards."""

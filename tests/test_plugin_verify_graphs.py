@@ -312,6 +312,16 @@ def test_an_attention_that_is_not_known_is_left_alone() -> None:
     assert runner.cudagraph_dispatcher.rows == {}
 
 
+def test_a_vllm_that_is_not_as_expected_starts_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    runner = Runner(make_config())
+    del runner.vllm_config.parallel_config.use_ubatching
+    with caplog.at_level(logging.INFO, logger=verify_graphs.logger.name):
+        runner.resolve()
+    [line] = messages(caplog, logging.WARNING)
+    assert line.startswith("the target's steps run as in vLLM: AttributeError: ")
+    assert runner.step(3, 5) == stock().step(3, 5)
+
+
 def test_when_graphs_cannot_be_made_vllms_own_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

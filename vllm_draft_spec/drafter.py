@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_draft_spec.drafting import sent
 from vllm_draft_spec.settings import OWN, read_settings
 from vllm_draft_spec.versions import Anchor
 
@@ -71,7 +72,7 @@ class PluginDrafter(DraftModelProposer):
             (params := self.runner.requests[name].sampling_params) is not None and params.structured_outputs is not None
             for name in batch.req_ids
         ]
-        return torch.tensor(under_grammar, device=self.device) if any(under_grammar) else None
+        return sent(torch.tensor(under_grammar), self.device) if any(under_grammar) else None
 
 
 def class_for(vllm_config: Any) -> type[PluginDrafter]:

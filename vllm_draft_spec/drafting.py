@@ -1,9 +1,11 @@
-"""How a draft token is sampled, and with which probabilities; pure tensor code.
+"""How a draft token is sampled, and with which probabilities; pure tensor code. And how numbers get to the device.
 
 Shapes: B rows, k drafts a row, V target vocabulary, D draft vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -58,3 +60,14 @@ def drop_beyond(
 def without_dropped(rows: list[list[int]]) -> list[list[int]]:
     """Draft ids by row, each cut at its first -1."""
     return [row[: row.index(-1)] if -1 in row else row for row in rows]
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on the device. From ordinary memory a GPU's driver copies only once the device has done all it was
+    given, and the host waits."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64."""
+    return sent(torch.tensor(values, dtype=torch.int64), device)

@@ -24,6 +24,7 @@ from specdec.round import EagerRounds
 from specdec.sampling import Features, verify_drafts
 from specdec.state import RowState
 from specdec.window import Window, WindowCache
+from vllm_draft_spec.drafting import on_device, sent
 from vllm_draft_spec.memory import WINDOW_CHUNK, window_margin
 
 CHUNK = 256  # most tokens a row in one forward, without a window
@@ -104,7 +105,9 @@ class OwnDraft:
 
     def admit(self, slot: int, seed: int, known_n: Tensor) -> None:
         """A request whose first tokens the target does not read again, int32 [n] on the host."""
-        self.state.tokens_BT[slot, : len(known_n)].copy_(known_n)
+        if len(known_n):
+            # A token that vLLM has not got back from the device stands there as -1.
+            self.state.tokens_BT[slot, : len(known_n)].copy_(sent(known_n.long().clamp(min=0), self.device))
         self.state.seeds_B[slot].fill_(seed)
         if isinstance(self.cache, WindowCache):
             self.cache.first_B[slot].fill_(0)
@@ -181,8 +184,3 @@ class OwnDraft:
 
     def _on_device(self, values: Sequence[int]) -> Tensor:
         return on_device(values, self.device)
-
-
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64, sent without waiting for what the device does."""
-    return torch.tensor(list(values), dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -19,10 +19,10 @@ import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_draft_spec.drafter import MAX_LAG, PluginDrafter
-from vllm_draft_spec.drafting import GREEDY, drop_beyond
+from vllm_draft_spec.drafting import GREEDY, drop_beyond, on_device
 from vllm_draft_spec.laws import without_drafts
 from vllm_draft_spec.memory import GIB, cache_size, check_room
-from vllm_draft_spec.own_draft import Feed, OwnDraft, on_device, window_of
+from vllm_draft_spec.own_draft import Feed, OwnDraft, window_of
 from vllm_draft_spec.own_model import load_drafter, room_on
 from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Row, Rows
 from vllm_draft_spec.settings import read_settings
@@ -138,9 +138,10 @@ class OwnProposer(PluginDrafter):
     def _step_rows(self, metadata: Any) -> list[StepRow]:
         batch, starts = self.runner.input_batch, metadata.query_start_loc_cpu.tolist()
         partial = self.runner.discard_request_mask.np[: metadata.num_reqs].tolist()
+        befores = batch.num_computed_tokens_cpu[: metadata.num_reqs].tolist()
         rows = []
         for b, name in enumerate(batch.req_ids[: metadata.num_reqs]):
-            before, scheduled = int(batch.num_computed_tokens_cpu[b]), starts[b + 1] - starts[b]
+            before, scheduled = befores[b], starts[b + 1] - starts[b]
             row = self.rows.get(name)
             if row is None:
                 row = self.rows.admit(name, known=before)
@@ -161,8 +162,9 @@ class OwnProposer(PluginDrafter):
         self, rows: list[StepRow], slots_B: torch.Tensor, ends_B: torch.Tensor, next_B: torch.Tensor, given: Any
     ) -> None:
         slots = [each.row.slot for each in rows for _ in range(each.scheduled)]
+        slots_N = slots_B if len(slots) == len(rows) else on_device(slots, self.device)
         tokens_N, positions_N = (given[name][: len(slots)] for name in ("target_token_ids", "target_positions"))
-        self.draft.note(on_device(slots, self.device), positions_N, tokens_N, slots_B, next_B, ends_B)
+        self.draft.note(slots_N, positions_N, tokens_N, slots_B, next_B, ends_B)
 
     def _catch_up(self, rows: list[StepRow], k: int) -> None:
         """Feed rows that lag: all that are to draft now, and those that lag by much. In one step at most as many tokens

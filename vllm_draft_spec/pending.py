@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_draft_spec.drafting import on_device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Owed:
@@ -56,7 +58,7 @@ class Pending:
     def take(self) -> Owed:
         """All of it; afterwards nothing is owed."""
         device = self._tokens[0].device
-        order_N = torch.tensor([place for places in self._places.values() for place in places]).to(device)
+        order_N = on_device([place for places in self._places.values() for place in places], device)
         owed = Owed(
             names=list(self._places),
             lengths=[len(places) for places in self._places.values()],

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_draft_spec.drafter import MAX_LAG, PluginDrafter
-from vllm_draft_spec.drafting import drop_beyond, in_target_vocabulary, sample_draft
+from vllm_draft_spec.drafting import drop_beyond, in_target_vocabulary, on_device, sample_draft, sent
 from vllm_draft_spec.pending import Pending
 
 
@@ -126,10 +126,10 @@ class Proposer(PluginDrafter):
     def _feed_metadata(self, names: list[str], lengths: list[int], positions_N: torch.Tensor) -> Any:
         batch = self.runner.input_batch
         rows = [batch.req_id_to_index[name] for name in names]
-        rows_R = torch.tensor(rows, device=self.device)
+        rows_R = on_device(rows, self.device)
         table_RC = batch.block_table[self.kv_cache_gid].get_device_tensor(batch.num_reqs)[rows_R]
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        starts_device = starts.to(self.device)
+        starts_device = sent(starts, self.device)
         # A row that has processed n tokens before its last step has n + 1 after it.
         lens_R = torch.from_numpy(batch.num_computed_tokens_cpu[rows]).to(torch.int32) + 1
         return CommonAttentionMetadata(
@@ -142,7 +142,7 @@ class Proposer(PluginDrafter):
             max_query_len=max(lengths),
             max_seq_len=int(lens_R.max()),
             block_table_tensor=table_RC,
-            slot_mapping=self._slots(table_RC, torch.tensor(lengths, device=self.device), positions_N),
+            slot_mapping=self._slots(table_RC, on_device(lengths, self.device), positions_N),
         )
 
     def _slots(self, table_RC: torch.Tensor, lengths_R: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:

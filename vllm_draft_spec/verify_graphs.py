@@ -38,7 +38,7 @@ RESOLVE = Anchor(
 STEP = Anchor(
     module=RUNNER,
     name="GPUModelRunner._determine_batch_execution_and_padding",
-    parameters=("num_tokens", "num_reqs", "max_num_scheduled_tokens", "force_uniform_decode"),
+    parameters=("num_tokens", "num_reqs", "max_num_scheduled_tokens"),
 )
 ONE = Anchor(module=RUNNER, name="GPUModelRunner._warmup_and_capture", parameters=("desc",))
 ALL = Anchor(
@@ -94,14 +94,12 @@ class VerifyDispatcher(CudagraphDispatcher):
         if not (cudagraph_mode.separate_routine() and cudagraph_mode.decode_mode() == CUDAGraphMode.FULL):
             self.say_once(logging.INFO, f"the target's steps run as in vLLM: its cudagraph_mode is {cudagraph_mode}")
             return
-        rows = shapes(
-            self.wanted,
-            max_rows=self.vllm_config.scheduler_config.max_num_seqs,
-            max_tokens=self.compilation_config.max_cudagraph_capture_size,
-        )
-        loras = self._get_lora_cases()
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        rows = shapes(self.wanted, max_rows=most, max_tokens=self.compilation_config.max_cudagraph_capture_size)
         self.cudagraph_keys[CUDAGraphMode.FULL] = {
-            key(q, count, num_loras > 0, num_loras) for q in rows for count, num_loras in product(rows[q], loras)
+            key(q, count, num_loras > 0, num_loras)
+            for q in rows
+            for count, num_loras in product(rows[q], self._get_lora_cases())
         }
         self.rows = rows
 
@@ -202,17 +200,20 @@ def resolve(original: Callable[..., Any], self: Any, attention_backends: Any, *a
     dispatcher = self.cudagraph_dispatcher
     if self.speculative_config is None or not isinstance(dispatcher, VerifyDispatcher):
         return original(self, attention_backends, *args, **kwargs)
-    reason = why_vllms(self.vllm_config, attention_backends)
+    try:
+        reason, level = why_vllms(self.vllm_config, attention_backends), logging.INFO
+    except Exception as error:  # something is not as in the versions that were read; vLLM itself may run all the same
+        reason, level = f"{type(error).__name__}: {error}", logging.WARNING
     if reason is not None:
-        dispatcher.say_once(logging.INFO, f"the target's steps run as in vLLM: {reason}")
+        dispatcher.say_once(level, f"the target's steps run as in vLLM: {reason}")
     dispatcher.wanted = lengths_wanted(self.vllm_config) if reason is None else ()
     return original(self, attention_backends, *args, **kwargs)
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Which graph a step gets. While graphs are made vLLM says itself what is a decoding step."""
+    """Which graph a step gets."""
     q = kwargs.get("max_num_scheduled_tokens", 0)
-    if q not in getattr(self.cudagraph_dispatcher, "rows", ()) or kwargs.get("force_uniform_decode") is not None:
+    if q not in getattr(self.cudagraph_dispatcher, "rows", ()):
         return original(self, *args, **kwargs)
     with asking_for(self, q):
         return original(self, *args, **kwargs)
