@@ -109,17 +109,17 @@ def compare(texts: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any
     gap in nats of those that do not part at a tie is None where the other token was not even among the likeliest."""
     same, ties, worst = 0, 0, 0.0
     for mine, theirs in zip(texts, plain, strict=True):
-        at = _parting(mine["ids"], theirs["ids"])
+        at = parting(mine["ids"], theirs["ids"])
         if at is None:
             same += 1
             continue
-        gap = _gap(theirs, mine["ids"], at)
+        gap = gap_at(theirs, mine["ids"], at)
         ties += gap <= TIE[dtype]
         worst = max(worst, gap)
     return {"texts": len(texts), "texts_same": same, "texts_tied": ties, "texts_gap": worst if worst < 1e9 else None}
 
 
-def _parting(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
+def parting(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first position where two texts differ; None when they are the same."""
     for position, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one != other:
@@ -127,7 +127,7 @@ def _parting(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
 
 
-def _gap(plain: Mapping[str, Any], mine: Sequence[int], at: int) -> float:
+def gap_at(plain: Mapping[str, Any], mine: Sequence[int], at: int) -> float:
     """Nats between the token without speculation and the other one, by the server without; infinite if it is not
     known."""
     if at >= len(mine) or at >= len(plain["ids"]) or "top" not in plain:

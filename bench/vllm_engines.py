@@ -27,7 +27,8 @@ SHARE = 0.03  # of the GPU: what vLLM asks to be free when it starts, and nothin
 PREFILL_TOKENS = 8192  # most tokens of a step; bounds the activations of each engine
 BLOCK, CPU_BLOCK = 16, 32  # tokens of a KV block; the CPU's attention takes no smaller one
 LONGEST_DRAFT = 16
-REST_GIB, REST_DRAFTING_GIB = 3.0, 4.0  # CUDA context, activations and graphs of an engine without and with drafts
+# CUDA context, activations and graphs of an engine: without drafts, with drafts, with the plugin's graphs by length
+REST_GIB, REST_DRAFTING_GIB, REST_PLUGIN_GIB = 3.0, 4.0, 5.0
 TINY_REAL = "real (a noisy copy drafts)"
 
 
@@ -55,7 +56,8 @@ class Models:
         """What the method's engine takes of the GPU, about."""
         model = _model(method)
         own = self.kv[model] * longest(sizes) * max(sizes.batches) if _runs_own(method) else 0
-        rest = REST_GIB if method.controller == "none" else REST_DRAFTING_GIB
+        drafting = REST_DRAFTING_GIB if method.plugin is None else REST_PLUGIN_GIB
+        rest = REST_GIB if method.controller == "none" else drafting
         taken = self.weights[""] + self.weights.get(model, 0) + self.pool_bytes(method, sizes) + own
         return taken / GIB + rest
 

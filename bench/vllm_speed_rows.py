@@ -19,6 +19,7 @@ from pipeline.results import read_result, write_result
 STAGE = "vllm_speed"
 REASON_LENGTH = 900
 _CAPTURE = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+_WHOLE = re.compile(r"(\d+) CUDA graphs of the target's step, .* made in ([\d.]+) s, (-?[\d.]+) GiB")
 _OWN = re.compile(r"own draft .*: weights ([\d.]+) GiB, cache ([\d.]+) GiB")
 
 
@@ -64,6 +65,9 @@ def told(log: Path) -> dict[str, Any]:
     found = {"kv_tokens": memory(text)["kv_tokens"]}
     if capture := _CAPTURE.search(text):
         found |= {"capture_s": float(capture.group(1)), "capture_gib": float(capture.group(2))}
+    if whole := _WHOLE.search(text):
+        found |= {"whole_graphs": int(whole.group(1)), "whole_graphs_s": float(whole.group(2))}
+        found |= {"whole_graphs_gib": float(whole.group(3))}
     if own := _OWN.search(text):
         found |= {"draft_weights_gib": float(own.group(1)), "draft_cache_gib": float(own.group(2))}
     return found

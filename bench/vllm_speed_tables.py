@@ -71,6 +71,8 @@ def engines(rows: Sequence[Row]) -> pd.DataFrame:
         "target graphs": "target_graphs",
         "captured in s": "capture_s",
         "graphs GiB": "capture_gib",
+        "whole steps": "whole_graphs",
+        "made in s": "whole_graphs_s",
         "draft graphs": "draft_graphs",
         "their capture s": "draft_capture_s",
         "their MiB": "draft_capture_mib",

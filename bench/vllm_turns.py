@@ -48,15 +48,19 @@ class Worker:
 
     def ready(self, seconds: float) -> dict[str, Any]:
         """What the worker says of its engine when that is up. WorkerError when it is not, within `seconds`."""
-        found: dict[str, Any] = self._answer("ready", seconds)
+        found: dict[str, Any] = self._answer("ready", seconds)["ready"]
         return found
 
     def measure(self, cell: Cell, passes: int, seconds: float = CELL_S) -> dict[str, Any]:
         """The measured values of a cell. WorkerError, after which the engine is of no use."""
         asked = {"controller": cell.controller, "k": cell.k, "batch": cell.batch, "alphas": cell.alphas}
-        self._tell(asked | {"passes": passes})
-        row: dict[str, Any] = self._answer("row", seconds)
+        row: dict[str, Any] = self.ask(asked | {"passes": passes}, "row", seconds)["row"]
         return row
+
+    def ask(self, values: Mapping[str, Any], key: str, seconds: float = CELL_S) -> dict[str, Any]:
+        """The answer, which has `key`. WorkerError, after which the engine is of no use."""
+        self._tell(values)
+        return self._answer(key, seconds)
 
     def stop(self) -> None:
         """The process is gone, with what it started, and so is its memory."""
@@ -75,7 +79,7 @@ class Worker:
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def _answer(self, key: str, seconds: float) -> Any:
+    def _answer(self, key: str, seconds: float) -> dict[str, Any]:
         try:
             found = self._answers.get(timeout=max(0.0, seconds))
         except queue.Empty:
@@ -85,7 +89,7 @@ class Worker:
             raise WorkerError(f"it ended with {self.process.returncode}: {last_error(self.log)}{self._last()}")
         if key not in found:
             raise WorkerError(str(found["error"]))
-        return found[key]
+        return found
 
     def _last(self) -> str:
         lines = " | ".join(last_lines(self.log, LINES))

@@ -2,8 +2,9 @@
 
     python -m bench.vllm_worker
 
-Reads JSON lines from standard input: first the engine (bench.vllm_engines.job), then one cell after the other. Answers
-each with one line on standard output; what vLLM prints goes to standard error. Ends with standard input, however busy.
+Reads JSON lines from standard input: first the engine (bench.vllm_engines.job), then one cell after the other, or texts
+to write (bench.vllm_identity). Answers each with one line on standard output; what vLLM prints goes to standard error.
+Ends with standard input, however busy.
 
 What a pass is: the batch's requests handed over together, random prompts, all of the same length; tokens a second are
 all new tokens over the wall time of the whole call, the reading of the prompts included.
@@ -11,6 +12,7 @@ all new tokens over the wall time of the whole call, the reading of the prompts 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -62,6 +64,21 @@ class Counts:
             "alpha": self.accepted / self.reached,
             "tokens_per_round": 1 + self.accepted / self.rounds,
         }
+
+
+class InTurn:
+    """A controller of these lengths, one step after the other, whatever happens."""
+
+    def __init__(self, ks: Sequence[int]) -> None:
+        self.k_max, self._endless = max(ks), itertools.cycle(ks)
+
+    def choose(self, rows: int) -> int:
+        return next(self._endless)
+
+    def observe(self, *_: object) -> None:
+        """Nothing is learned."""
+
+    observe_cost = observe
 
 
 class SpeedEngine:
@@ -173,6 +190,33 @@ class SpeedEngine:
             **self._graphs(),
         }
 
+    def texts(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Greedy texts of all prompts at once: {"ids"}, and with logprobs "top", by token its likeliest and their
+        logprobs. ks: the draft lengths of one step after the other, where the plugin asks a controller."""
+        from vllm import SamplingParams
+
+        if self.pilot is not None:
+            self.pilot.controller = InTurn(asked["ks"])
+        self.counts = Counts()
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=asked["new_tokens"],
+            logprobs=asked["logprobs"],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+        outputs = [request.outputs[0] for request in self.llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            {"ids": list(output.token_ids)}
+            | (
+                {"top": [{str(id): one.logprob for id, one in top.items()} for top in output.logprobs]}
+                if output.logprobs
+                else {}
+            )
+            for output in outputs
+        ]
+
     def _turn(self, cell: Mapping[str, Any], seed: int) -> tuple[int, float]:
         """A pass at each of the cell's acceptances: their tokens and seconds together."""
         passes = []
@@ -219,9 +263,13 @@ def main() -> None:
     asked = commands()
     engine = SpeedEngine(next(asked))
     answer({"ready": engine.warm_up()})
-    for cell in asked:
+    for request in asked:
         try:
-            answer({"row": engine.measure(cell)})
+            if "prompts" in request:
+                texts = engine.texts(request)
+                answer({"texts": texts, "counts": vars(engine.counts)})
+            else:
+                answer({"row": engine.measure(request)})
         except Exception as error:  # the parent ends this process, whose engine may hold requests of the cell
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})

@@ -92,9 +92,7 @@ def silu_times(gate, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(
-    gate_up_ptr, out_ptr, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+def _silu_mul(gate_up_ptr, out_ptr, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     let_next_start(EARLY)
     wait_for_last(EARLY)
