@@ -115,6 +115,11 @@ class ModelDrafter:
             self.vocabulary.check(target_size, self.model.vocab_size)
             self.vocabulary = self.vocabulary.to(self.model.device)
 
+    @property
+    def takes_any_largest(self) -> bool:
+        """Whether a greedy row's draft is the largest logit's id, whatever the others are."""
+        return self.vocabulary is None and not self.min_confidence
+
     def admit(self, slots: Sequence[Slot]) -> None:
         rows = [slot.row for slot in slots]
         self.model.cache.lengths_B[rows] = 0

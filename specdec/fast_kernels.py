@@ -5,9 +5,9 @@ of query and key heads + rotary embedding (arXiv 2104.09864) + the write of keys
 SiLU(gate) * up (arXiv 2002.05202). All arithmetic is in float32, rounded to the model's dtype wherever the modules
 round, so that in half precision too the difference to them is a last bit here and there.
 
-A forward is some 300 launches in a row, each of a few microseconds, so their beginnings and ends count. On a GPU that can
-(compute capability 9.0 on, "programmatic dependent launch" in the CUDA programming guide) a kernel is started before the
-one before it has ended: it says at once that the next may start (`let_next_start`), gets ready with what no kernel
+A forward is some 300 launches in a row, each of a few microseconds, so their beginnings and ends count. On a GPU that
+can (compute capability 9.0 on, "programmatic dependent launch" in the CUDA programming guide) a kernel is started while
+the one before it still runs: it says at once that the next may start (`let_next_start`), gets ready with what no kernel
 writes, its weights, and then waits until the kernel before it is complete (`wait_for_last`). Every program of every
 kernel here waits before it writes, or reads what was written, and so none ends before all that came before has.
 

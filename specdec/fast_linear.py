@@ -5,7 +5,7 @@ With at most 16 rows a product only reads its weight once, and what counts is ho
 Each leaves its float32 sum; the one that arrives last, told by a counter a block, adds them up in the order of the
 splits, so the result does not depend on who was last, and sets the counter back for the next launch. The first of a
 program's weights are on their way to the L2 cache while the kernel before still runs (specdec.fast_kernels). A gated
-product, SiLU(x G^T) * (x U^T) of a weight that holds G above U, takes a row of each in turn, so that one program has both.
+product, SiLU(x G^T) * (x U^T) of a weight that holds G above U, takes a row of each in turn: one program has both.
 
 Which kernel a weight gets is timed, on a CUDA device only: a CUDA graph over all layers' weights of that shape, so
 that they come from memory as they do in a forward and not from the L2 cache. Shapes: M rows, K inputs, N outputs.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafter import Drafter, ModelDrafter, Proposal, last_tokens
+from specdec.kernels import round_kernels
 from specdec.rng import Purpose, uniforms
 from specdec.sampling import Features
 from specdec.state import RowState
@@ -92,19 +93,26 @@ class DraftSteps:
     def first(self) -> None:
         """Draw every uniform of the round and the first token, from the last two committed ones."""
         buffers, state, B = self.buffers, self.state, len(self.state.lengths_B)
-        lengths_B = state.lengths_B
-        positions_BK = lengths_B.unsqueeze(1) + torch.arange(buffers.k_max, device=lengths_B.device)
-        buffers.uniform_BK[:B].copy_(uniforms(state.seeds_B, lengths_B, positions_BK, Purpose.DRAFT))
+        lengths_B, window = state.lengths_B, self.drafter.window
+        if not self.features.all_greedy:
+            positions_BK = lengths_B.unsqueeze(1) + torch.arange(buffers.k_max, device=lengths_B.device)
+            buffers.uniform_BK[:B].copy_(uniforms(state.seeds_B, lengths_B, positions_BK, Purpose.DRAFT))
+        if self._counts_BV is not None and state.law.counts_BV is not None:
+            self._counts_BV.copy_(state.law.counts_BV)
+        if (kernels := round_kernels(lengths_B.device)) is not None:
+            self._draw(*kernels.begin_drafts(state, buffers, window))
+            return
         buffers.step_1.zero_()
         buffers.alive_B.fill_(True)
         buffers.bad_B.fill_(False)
         buffers.num_drafts_B.zero_()
-        if self._counts_BV is not None and state.law.counts_BV is not None:
-            self._counts_BV.copy_(state.law.counts_BV)
-        self._draw(last_tokens(state, self.drafter.window), lengths_B - self.drafter.window)
+        self._draw(last_tokens(state, window), lengths_B - window)
 
     def next(self) -> None:
         """Draw the token after the one drawn last."""
+        if (kernels := round_kernels(self.state.lengths_B.device)) is not None:
+            self._draw(*kernels.next_draft(self.state, self.buffers))
+            return
         drawn_B1 = self.buffers.drafts_BK[: len(self.state.lengths_B)].index_select(1, self.buffers.step_1)
         start_B = self.state.lengths_B + self.buffers.step_1
         self.buffers.step_1.add_(1)
@@ -117,20 +125,33 @@ class DraftSteps:
         return self.buffers.counts_BV[: len(self.state.lengths_B)]
 
     def _draw(self, tokens_Bq: Tensor, start_B: Tensor) -> None:
-        buffers, state, B, counts_BV = self.buffers, self.state, len(self.state.lengths_B), self._counts_BV
+        buffers, state, counts_BV = self.buffers, self.state, self._counts_BV
         logits_B1V = self.drafter._step(tokens_Bq, start_B, state, self.live)
+        kernels = round_kernels(logits_B1V.device)
+        if kernels is not None and self.features.argmax_only and self.drafter.takes_any_largest:
+            drawn_B1, bad_B1 = kernels.largest(logits_B1V)
+            kernels.note_draft(state, buffers, drawn_B1, bad_B1, None, self.drafter.model.max_positions)
+            return
+        B = len(state.lengths_B)
         positions_B1 = state.lengths_B.unsqueeze(1) + buffers.step_1
         uniform_B = buffers.uniform_BK[:B].index_select(1, buffers.step_1).squeeze(1)
         drawn_B, law_BV, bad_B, usable_B = self.drafter._draw(
             logits_B1V, state, positions_B1, counts_BV, self.features, uniform_B
         )
-        buffers.drafts_BK[:B].index_copy_(1, buffers.step_1, drawn_B.unsqueeze(1))
-        buffers.bad_B[:B] |= bad_B
-        # As the reference counts: drafts up to the first unusable one, and within the positions the draft is built for.
-        buffers.alive_B[:B] &= usable_B & (positions_B1.squeeze(1) < self.drafter.model.max_positions)
-        buffers.num_drafts_B[:B] += buffers.alive_B[:B]
+        if kernels is not None:
+            kernels.note_draft(state, buffers, drawn_B, bad_B, usable_B, self.drafter.model.max_positions)
+        else:
+            self._note(drawn_B, bad_B, usable_B, positions_B1)
         if not self.features.all_greedy:
             assert buffers.law_BKV is not None
             buffers.law_BKV[:B].index_copy_(1, buffers.step_1, law_BV.unsqueeze(1))
         if counts_BV is not None:
             counts_BV.scatter_add_(1, drawn_B.unsqueeze(1), torch.ones_like(counts_BV[:, :1]))
+
+    def _note(self, drawn_B: Tensor, bad_B: Tensor, usable_B: Tensor, positions_B1: Tensor) -> None:
+        buffers, B = self.buffers, len(drawn_B)
+        buffers.drafts_BK[:B].index_copy_(1, buffers.step_1, drawn_B.unsqueeze(1))
+        buffers.bad_B[:B] |= bad_B
+        # As the reference counts: drafts up to the first unusable one, and within the positions the draft is built for.
+        buffers.alive_B[:B] &= usable_B & (positions_B1.squeeze(1) < self.drafter.model.max_positions)
+        buffers.num_drafts_B[:B] += buffers.alive_B[:B]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import round_kernels
+
 
 @dataclass(kw_only=True)
 class Plan:
@@ -78,6 +80,7 @@ class RaggedCache:
 
     is_compileable = True
     is_sliding: Sequence[bool] = ()
+    _placed_by_position = True  # a token's slot is its position
 
     def __init__(
         self,
@@ -116,6 +119,15 @@ class RaggedCache:
         not built for (drafts there never count). Sets lengths to
         start + num_new where num_new > 0. live: bound on the slots read, None for all.
         """
+        kernels = round_kernels(start_B.device)
+        if kernels is not None and isinstance(rows, slice) and self._placed_by_position:
+            positions_Bq, slots_Bq, last_B = kernels.place(
+                start_B, num_new_B, q, self.lengths_B[rows], self._max_positions, self.capacity
+            )
+            slots = self.capacity if live is None else live
+            plan = Plan(positions_Bq=positions_Bq, slots_Bq=slots_Bq, rows=rows, live=slots)
+            plan.last_B = last_B
+            return plan
         column_q = torch.arange(q, device=start_B.device)
         positions_Bq = start_B.unsqueeze(1) + column_q
         real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0) & (positions_Bq < self._max_positions)
@@ -166,7 +178,8 @@ class RaggedCache:
         """Zero rows whose contents may be NaN (a NaN behind the mask would still leak: 0 * NaN is NaN)."""
         for pair in self.layers.values():
             for buffer in pair:
-                buffer[list(rows)] = 0
+                for row in rows:  # an index would be sent to the device, in every layer
+                    buffer[row].zero_()
 
 
 def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:

@@ -14,6 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from specdec.kernels import round_kernels
+
 
 class Purpose(IntEnum):
     """What a uniform decides; each has its own stream."""
@@ -49,6 +51,9 @@ def uniforms(seeds_B: Tensor, starts_B: Tensor, positions_BN: Tensor, purpose: i
     seeds_B: int64 [B], one stream a request; starts_B: int64 [B], the row's length when the round began;
     positions_BN: int64 [B, N], the index in the sequence of the token that the draw decides.
     """
+    if (kernels := round_kernels(positions_BN.device)) is not None:
+        drawn_BN: Tensor = kernels.uniforms(seeds_B, starts_B, positions_BN, purpose)
+        return drawn_BN
     key_B1 = _mix(_mix(seeds_B + _GOLDEN) + starts_B * _GOLDEN).unsqueeze(1)
     counter_BN = positions_BN * 4 + int(purpose)
     bits_BN = _mix(_mix(key_B1 ^ (counter_BN * _GOLDEN)) + key_B1)

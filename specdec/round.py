@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafter import Drafter, Proposal, last_tokens, no_proposal
+from specdec.kernels import round_kernels
 from specdec.model import CachedModel
 from specdec.rng import Purpose, uniforms
 from specdec.sampling import Features, constrain_logits, law_of, verify_drafts, verify_drafts_greedy
@@ -64,8 +65,12 @@ def score(state: RowState, target: CachedModel, proposal: Proposal, live: int | 
     """The target's logits [B, J, V] for [pending, d1 .. dK], in one forward."""
     J = proposal.drafts_BK.shape[1] + 1
     lengths_B = state.lengths_B
-    tokens_BJ = torch.cat([last_tokens(state, 1), proposal.drafts_BK], 1)
-    plan = target.cache.plan(lengths_B - 1, state.active_B * J, J, slice(0, len(lengths_B)), live)
+    if (kernels := round_kernels(lengths_B.device)) is not None:
+        tokens_BJ, start_B, num_new_B = kernels.verify_inputs(state, proposal.drafts_BK)
+    else:
+        tokens_BJ = torch.cat([last_tokens(state, 1), proposal.drafts_BK], 1)
+        start_B, num_new_B = lengths_B - 1, state.active_B * J
+    plan = target.cache.plan(start_B, num_new_B, J, slice(0, len(lengths_B)), live)
     return target.forward(tokens_BJ, plan, keep=J)
 
 
@@ -80,6 +85,13 @@ def decide(
 ) -> Tensor:
     """Apply the rule, commit, roll the target's cache back; the packed report, int64 [B, columns]."""
     J = logits_BJV.shape[1]
+    kernels = round_kernels(logits_BJV.device)
+    plain = kernels is not None and state.law.counts_BV is None and not top_logprobs
+    report: Tensor
+    if plain and features.argmax_only:
+        choice_BJ, bad_BJ = kernels.largest(logits_BJV)
+        report = kernels.commit(state, target.cache.lengths_B, proposal, bad_BJ, chosen=choice_BJ)
+        return report  # noqa: RET504
     wanted_B = _wanted(state, proposal)
     proposal = replace(proposal, num_drafts_B=torch.minimum(proposal.num_drafts_B, wanted_B).clamp(min=0))
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
@@ -91,6 +103,9 @@ def decide(
         bad_BJ = bad_BJ | impossible_BJ
         constrained_BJV = torch.where(impossible_BJ.unsqueeze(-1), 0.0, constrained_BJV)
     accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features, rule)
+    if plain:
+        report = kernels.commit(state, target.cache.lengths_B, proposal, bad_BJ, chosen=next_B, accepted_B=accepted_B)
+        return report  # noqa: RET504
     out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
     report = _commit(state, target, proposal, wanted_B, out_BJ, accepted_B, bad_BJ)
     if not top_logprobs:

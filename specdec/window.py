@@ -64,6 +64,8 @@ class WindowCache(RaggedCache):
     """A RaggedCache whose rows take `window.slots` slots however long they grow. Tokens may be skipped: feed the sinks,
     set `first_B`, go on from there. After a roll back by more than the window's margin the row must be fed again."""
 
+    _placed_by_position = False
+
     def __init__(
         self, layer_shapes: dict[int, tuple[int, int]], *, window: Window, max_positions: int, **options: Any
     ) -> None:

@@ -18,11 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from specdec import fast_kernels
+from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
 from specdec.fast_linear import CANDIDATES, Scratch, split_product
+from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
+from specdec.state import RowState
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -97,12 +99,31 @@ def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch, gated=gated)
 
 
+def rounds(dtype: torch.dtype) -> None:
+    """What a round does between its forwards."""
+    B, K = 4, 3
+    state, buffers = RowState.empty(B, 99, "cpu"), DraftBuffers(B, K, 64, torch.device("cpu"))
+    fast_round.uniforms(state.seeds_B, state.lengths_B, buffers.drafts_BK, 1)
+    fast_round.place(state.lengths_B, state.limit_B, K, state.quota_B, 99, 99)
+    fast_round.largest(torch.zeros(B, K, 151_936, dtype=dtype))
+    fast_steps.begin_drafts(state, buffers, 2)
+    fast_steps.next_draft(state, buffers)
+    for usable in (None, buffers.alive_B):
+        fast_steps.note_draft(state, buffers, state.lengths_B, buffers.bad_B, usable, 99)
+    fast_steps.verify_inputs(state, buffers.drafts_BK)
+    bad = torch.zeros(B, K + 1, dtype=torch.bool)
+    proposal = buffers.proposal(B, K, has_law=False)
+    fast_steps.commit(state, state.quota_B, proposal, bad, chosen=torch.zeros(B, K + 1, dtype=torch.int64))
+    fast_steps.commit(state, state.quota_B, proposal, bad, chosen=state.quota_B, accepted_B=state.quota_B)
+
+
 def main() -> None:
     found = compile_instead_of_launching()
     fast_kernels.starts_early = lambda device: True  # as on that GPU
     run_all(32, 8, 128, 4096, torch.bfloat16)
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)
+    rounds(torch.bfloat16)
     print(json.dumps({name: list(variants.values()) for name, variants in found.items()}))
 
 
