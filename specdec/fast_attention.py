@@ -86,8 +86,7 @@ def _attend_split(
     split, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, sink_blocks, first, num_blocks = _blocks_of(last_ptr, b, q, WINDOW, SINKS, BLOCK_S)
     share = (num_blocks + SPLITS - 1) // SPLITS
-    begin = split * share
-    stop = tl.minimum(begin + share, num_blocks)
+    begin, stop = split * share, tl.minimum((split + 1) * share, num_blocks)
     if begin >= stop:
         return
     group = tile % G
