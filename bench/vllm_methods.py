@@ -49,7 +49,6 @@ METHODS = (
     _ours("plugin-own-fast", OWN | {"fast": True}, ks=(4, 6, 2, 8, 0)),
     Method(name="none-v2", drafter="none", controller="none", runner="V2"),
     _native(4),
-    _native(2),
     Method(
         name="eagle3",
         drafter="eagle3",
@@ -58,6 +57,7 @@ METHODS = (
         runner="V2",
         tokens_per_round=2.3,
     ),
+    _native(2),
     _ours("plugin", {"log_interval_s": 0}, ks=(4, 0)),
     _ours("plugin-own-fast-async", OWN | {"fast": True}, async_scheduling=True),
     _ours("plugin-own", OWN, ks=(4,)),
@@ -131,12 +131,12 @@ def cells_of(method: Method, batch: int, sizes: Sizes) -> Iterator[Cell]:
     imposed = list(_acceptances(method, sizes))
     adaptive = method.controller == ADAPTIVE
     for place, (alphas, told) in enumerate(imposed):
-        yield cell(method.k, 0 if place == 0 else 2 if adaptive else 3, alphas, told)
+        yield cell(method.k, 0 if place == 0 else 1 if adaptive else 3, alphas, told)
         for k in method.ks:
             if k and len(alphas) < 2:  # under a load that shifts a fixed length's speed follows from the two
-                yield cell(k, 1 if place == 0 else 3, alphas, told, controller="fixed")
+                yield cell(k, 2 if place == 0 else 3, alphas, told, controller="fixed")
     if 0 in method.ks:
-        yield cell(0, 1, controller="fixed")
+        yield cell(0, 2, controller="fixed")
 
 
 def _acceptances(method: Method, sizes: Sizes) -> Iterator[tuple[tuple[float, ...], str | None]]:
