@@ -10,7 +10,6 @@ from pipeline import models
 from pipeline.config import Config, DraftConfig
 from pipeline.config_train import STOCK
 from pipeline.stage import data_root
-from train.evaluation import drafter_of
 
 
 def as_draft(config: Config, name: str | None) -> Config:
@@ -29,6 +28,8 @@ def load_draft(config: Config, target: Any, device: str, dtype: str | None = Non
 
     ValueError when the draft is not there, or its vocabulary or tokenizer is not the target's.
     """
+    from train.evaluation import drafter_of  # with what reads traces, which a machine that only serves may lack
+
     draft = config.models.draft
     if draft.keep_layers is not None:
         return models.kept_layers_draft(config.models, target, device, dtype)

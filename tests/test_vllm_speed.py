@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from bench.vllm_methods import METHODS, Method, Sizes, ordered
 from bench.vllm_worker import Counts, round_times
 from pipeline.results import read_result
 
+ROOT = Path(__file__).resolve().parent.parent
 NONE, OURS, _, NATIVE = METHODS[:4]
 NGRAM = next(method for method in METHODS if method.name == "ngram")
 SHAPE = {
@@ -29,11 +32,10 @@ SHAPE = {
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder by which the stand-in is told what to do; three methods: none, draft-k4, ngram."""
-    root = Path(__file__).resolve().parent.parent
     monkeypatch.setattr(vllm_turns, "PROGRAM", ("-m", "tests.vllm_speed_stand_in"))
     monkeypatch.setattr(vllm_speed, "METHODS", (NONE, NATIVE, NGRAM))
     monkeypatch.setenv("STAND_IN", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     planned(tmp_path)
     return tmp_path
 
@@ -152,6 +154,14 @@ def test_arguments(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
             run(stand_in, *wrong)
     with pytest.raises(SystemExit):
         vllm_speed.main(["--out", str(stand_in / "x.json")])
+
+
+def test_a_machine_that_only_measures_needs_no_package_for_data() -> None:
+    """A GPU's bare image has torch, transformers and vLLM."""
+    lacking = "import sys; sys.modules.update(dict.fromkeys(['pyarrow', 'datasets', 'submitit', 'datasketch']))"
+    command = f"{lacking}; import bench.vllm_speed, bench.vllm_worker, bench.vllm_identity"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- the plan ----
