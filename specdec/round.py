@@ -91,7 +91,7 @@ def decide(
     if plain and features.argmax_only:
         choice_BJ, bad_BJ = kernels.largest(logits_BJV)
         report = kernels.commit(state, target.cache.lengths_B, proposal, bad_BJ, chosen=choice_BJ)
-        return report  # noqa: RET504
+        return report
     wanted_B = _wanted(state, proposal)
     proposal = replace(proposal, num_drafts_B=torch.minimum(proposal.num_drafts_B, wanted_B).clamp(min=0))
     positions_BJ = state.lengths_B.unsqueeze(1) + torch.arange(J, device=logits_BJV.device)
@@ -105,7 +105,7 @@ def decide(
     accepted_B, next_B = _apply_rule(state, proposal, constrained_BJV, positions_BJ, features, rule)
     if plain:
         report = kernels.commit(state, target.cache.lengths_B, proposal, bad_BJ, chosen=next_B, accepted_B=accepted_B)
-        return report  # noqa: RET504
+        return report
     out_BJ = _committed_tokens(proposal.drafts_BK, accepted_B, next_B)
     report = _commit(state, target, proposal, wanted_B, out_BJ, accepted_B, bad_BJ)
     if not top_logprobs:
