@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kvcache import Plan
 
-_SILU_BLOCK = 512
+_SILU_BLOCK = 1024
 
 
 @triton.jit
@@ -175,6 +175,10 @@ def _rotate_and_store(
 INTERPRETED = not isinstance(_add_norm, triton.runtime.JITFunction)
 
 
+# Multiply and add in one would skip a rounding that the modules make between them.
+_UNFUSED = {} if INTERPRETED else {"enable_fp_fusion": False}
+
+
 @lru_cache
 def starts_early(device: torch.device) -> bool:
     """Whether kernels may be started there before the one before them has ended."""
@@ -266,6 +270,7 @@ def rotate_and_store(
         INDEXED=rows_B is not None,
         ITEMS=items,
         num_warps=2,
+        **_UNFUSED,
         **early(qkv_TF.device),
     )
 

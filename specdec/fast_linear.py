@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.fast_kernels import INTERPRETED, early, let_next_start, silu_mul, silu_times, wait_for_last
+from specdec.fast_kernels import INTERPRETED, add_norm, early, let_next_start, silu_mul, silu_times, wait_for_last
 
 MAX_ROWS = 16
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -62,12 +62,13 @@ def _split_product(
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
     GATED: tl.constexpr,
+    HELD: tl.constexpr,
     LINE: tl.constexpr,
     LINES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program a block of outputs and a split of K. LINE: weights in a line of memory; LINES of each row are
-    fetched early."""
+    """One program a block of outputs and a split of K. HELD: a split is one block, which is loaded before x is waited
+    for. LINE: weights in a line of memory; else LINES of each row are fetched early."""
     let_next_start(EARLY)
     block, split = tl.program_id(0), tl.program_id(1)
     m, n, k = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -77,16 +78,23 @@ def _split_product(
     if GATED:
         row = n // 2 + (n % 2) * (N // 2)
     weight_row_ptr = weight_ptr + row.to(tl.int64)[None, :] * K
-    if EARLY:
-        line = tl.minimum(begin + LINE * tl.arange(0, LINES), K - 1)
-        _prefetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[None, :] * K + line[:, None])
-    wait_for_last(EARLY)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(begin, stop, BLOCK_K):
-        at = start + k
-        x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
+    if HELD:
+        at = begin + k
         weight = tl.load(weight_row_ptr + at[:, None], mask=(n[None, :] < N) & (at[:, None] < K), other=0.0)
-        total += tl.dot(x.to(DOT), weight.to(DOT), input_precision="tf32x3")
+        wait_for_last(EARLY)
+        x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
+        total = tl.dot(x.to(DOT), weight.to(DOT), input_precision="tf32x3")
+    else:
+        if EARLY:
+            line = tl.minimum(begin + LINE * tl.arange(0, LINES), K - 1)
+            _prefetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[None, :] * K + line[:, None])
+        wait_for_last(EARLY)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(begin, stop, BLOCK_K):
+            at = start + k
+            x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
+            weight = tl.load(weight_row_ptr + at[:, None], mask=(n[None, :] < N) & (at[:, None] < K), other=0.0)
+            total += tl.dot(x.to(DOT), weight.to(DOT), input_precision="tf32x3")
     if SPLITS > 1:
         place = (m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]) + block * SPLITS * BLOCK_M * BLOCK_N
         tl.store(partial_ptr + place + split * BLOCK_M * BLOCK_N, total, cache_modifier=".cg")
@@ -139,6 +147,11 @@ CANDIDATES = (
     Tiling(block_n=32, block_k=128, splits=8, warps=4, stages=3),
     Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=4),
 )
+
+
+# Of outputs by inputs that a program holds at once, and how many programs a multiprocessor then takes.
+_HELD_BLOCKS = ((16, 256), (16, 512), (16, 1024), (32, 256), (32, 512), (32, 1024))
+_HELD_PROGRAMS = 64, 4 * 132
 
 
 class Scratch:
@@ -218,6 +231,7 @@ def split_product(
         # The interpreter multiplies the bits of bfloat16; there the same rounded numbers are taken as float32.
         DOT=tl.float32 if INTERPRETED else _TRITON_TYPES[x_MK.dtype],
         GATED=gated,
+        HELD=tiling.splits * tiling.block_k >= K,
         LINE=line,
         LINES=_PREFETCHED // line,
         num_warps=tiling.warps,
@@ -235,8 +249,8 @@ def choose_tilings(
     by_shape: dict[tuple[object, ...], list[Product]] = {}
     for product in products:
         by_shape.setdefault(product.kind, []).append(product)
-    for N in {len(product.weight_NK) for product in products}:
-        for tiling in _candidates(N):
+    for N, K in {tuple(product.weight_NK.shape) for product in products}:
+        for tiling in candidates(N, K):
             products[0].scratch.reserve(*tiling.scratch(N))
     for kind, group in by_shape.items():
         key = (*kind, len(group))
@@ -248,24 +262,35 @@ def choose_tilings(
 
 def _fastest(group: list[Product], rows: int, seconds: Callable[[Callable[[], object]], float]) -> Tiling | None:
     first = group[0]
-    x_MK = torch.randn(rows, first.weight_NK.shape[1], device=first.weight_NK.device).to(first.weight_NK.dtype)
+    N, K = first.weight_NK.shape
+    x_MK = torch.randn(rows, K, device=first.weight_NK.device).to(first.weight_NK.dtype)
     best = None
-    best_seconds = _WORTH_IT * seconds(lambda: [p.by_torch(x_MK) for p in group])
-    for tiling in _candidates(len(first.weight_NK)):
+    best_seconds = _WORTH_IT * seconds(partial(_in_turn, group, x_MK, Product.by_torch))
+    for tiling in candidates(N, K):
         if not _agrees(first, x_MK, tiling):
             continue
-        taken = seconds(partial(_split_products, group, x_MK, tiling))
+        taken = seconds(partial(_in_turn, group, x_MK, partial(Product.by_splits, tiling=tiling)))
         if taken < best_seconds:
             best, best_seconds = tiling, taken
     return best
 
 
-def _split_products(group: list[Product], x_MK: Tensor, tiling: Tiling) -> list[Tensor]:
-    return [p.by_splits(x_MK, tiling) for p in group]
+def _in_turn(group: list[Product], x_MK: Tensor, multiply: Callable[[Product, Tensor], Tensor]) -> None:
+    """As in a forward a product comes after a small kernel, whose time is all it has to get ready."""
+    weight_K = torch.ones_like(x_MK[0])
+    for product in group:
+        multiply(product, add_norm(None, x_MK, weight_K, 1e-6))
 
 
-def _candidates(N: int) -> list[Tiling]:
-    return [tiling for tiling in CANDIDATES if tiling.splits == 1 or N <= _SPLIT_UP_TO]
+def candidates(N: int, K: int) -> list[Tiling]:
+    """What is tried for N outputs of K inputs."""
+    found = [tiling for tiling in CANDIDATES if tiling.splits == 1 or N <= _SPLIT_UP_TO]
+    for block_n, block_k in _HELD_BLOCKS:
+        splits, warps = triton.cdiv(K, block_k), 4 if block_n * block_k <= 8192 else 8
+        least, most = _HELD_PROGRAMS
+        if least <= triton.cdiv(N, block_n) * splits <= most:
+            found.append(Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=warps, stages=1))
+    return found
 
 
 def _agrees(product: Product, x_MK: Tensor, tiling: Tiling) -> bool:

@@ -124,8 +124,8 @@ def place(
     last_B = torch.empty_like(start_B)
     rows = triton.next_power_of_2(B) if INTERPRETED else 4
     _place[(triton.cdiv(B, rows),)](
-        start_B,
-        num_new_B,
+        start_B.contiguous(),
+        num_new_B.contiguous(),
         lengths_B,
         positions_Bq,
         slots_Bq,

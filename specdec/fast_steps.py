@@ -138,9 +138,9 @@ def note_draft(
     """Take one drawn token a row over into the buffers, as DraftSteps does. usable_B: None where all are."""
     B, K = len(state.lengths_B), buffers.drafts_BK.shape[1]
     _note_draft[(1,)](
-        drawn_B,
-        bad_B,
-        bad_B if usable_B is None else usable_B,
+        drawn_B.contiguous(),
+        bad_B.contiguous(),
+        bad_B if usable_B is None else usable_B.contiguous(),
         buffers.step_1,
         state.lengths_B,
         buffers.drafts_BK,
@@ -167,6 +167,7 @@ def _verify_inputs(
     new_ptr,
     width,
     drafts_stride,
+    column_stride,
     J,
     BLOCK_J: tl.constexpr,
     EARLY: tl.constexpr,
@@ -176,7 +177,8 @@ def _verify_inputs(
     row, j = tl.program_id(0), tl.arange(0, BLOCK_J)
     length = tl.load(lengths_ptr + row)
     last = tl.load(tokens_ptr + row * width + tl.maximum(length - 1, 0))
-    draft = tl.load(drafts_ptr + row * drafts_stride + j - 1, mask=(j > 0) & (j < J), other=0)
+    here = drafts_ptr + row * drafts_stride + (j - 1) * column_stride
+    draft = tl.load(here, mask=(j > 0) & (j < J), other=0)
     tl.store(fed_ptr + row * J + j, tl.where(j == 0, last, draft), mask=j < J)
     tl.store(start_ptr + row, length - 1)
     tl.store(new_ptr + row, tl.load(active_ptr + row).to(tl.int64) * J)
@@ -197,7 +199,7 @@ def verify_inputs(state: Any, drafts_BK: Tensor) -> tuple[Tensor, Tensor, Tensor
         start_B,
         new_B,
         state.tokens_BT.stride(0),
-        drafts_BK.stride(0),
+        *drafts_BK.stride(),
         J,
         BLOCK_J=triton.next_power_of_2(J),
         num_warps=1,
@@ -223,6 +225,7 @@ def _commit(
     cached_ptr,
     report_ptr,
     drafts_stride,
+    column_stride,
     width,
     K,
     GREEDY: tl.constexpr,
@@ -239,7 +242,7 @@ def _commit(
     limit = tl.load(limit_ptr + row)
     wanted = tl.minimum(tl.maximum(tl.minimum(limit - length - 1, tl.load(quota_ptr + row)), 0), K)
     num_drafts = tl.maximum(tl.minimum(tl.load(num_drafts_ptr + row), wanted), 0)
-    draft = tl.load(drafts_ptr + row * drafts_stride + j, mask=j < K, other=0)
+    draft = tl.load(drafts_ptr + row * drafts_stride + j * column_stride, mask=j < K, other=0)
     if GREEDY:
         choice = tl.load(choice_ptr + row * J + j, mask=j < J, other=0)
         accepted = tl.min(tl.where((draft == choice) & (j < num_drafts), BLOCK_J, j), 0).to(tl.int64)
@@ -287,8 +290,8 @@ def commit(
     report = torch.empty(B, columns + J, dtype=torch.int64, device=bad_BJ.device)
     _commit[(B,)](
         proposal.drafts_BK,
-        proposal.num_drafts_B,
-        proposal.bad_B,
+        proposal.num_drafts_B.contiguous(),
+        proposal.bad_B.contiguous(),
         chosen,
         chosen if accepted_B is None else accepted_B,
         bad_BJ,
@@ -300,7 +303,7 @@ def commit(
         state.tokens_BT,
         cached_B,
         report,
-        proposal.drafts_BK.stride(0),
+        *proposal.drafts_BK.stride(),
         state.tokens_BT.stride(0),
         J - 1,
         GREEDY=accepted_B is None,

@@ -21,7 +21,7 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import CANDIDATES, Scratch, split_product
+from specdec.fast_linear import Scratch, candidates, split_product
 from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
 from specdec.state import RowState
@@ -88,11 +88,12 @@ def run_all(heads: int, kv_heads: int, dim: int, hidden: int, dtype: torch.dtype
 
 
 def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    tried = candidates(outputs, inputs)
     weight, bias = torch.zeros(outputs, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype)
     for rows, tiling, added, gated in [
-        *((5, t, None, gated) for t in CANDIDATES for gated in (False, True)),
-        (1, CANDIDATES[0], None, False),
-        (5, CANDIDATES[-1], bias, True),
+        *((5, t, None, gated) for t in tried for gated in (False, True)),
+        (1, tried[0], None, False),
+        (5, tried[-1], bias, True),
     ]:
         scratch = Scratch(torch.device("cpu"))
         scratch.reserve(*tiling.scratch(outputs))

@@ -173,8 +173,13 @@ def test_every_outcome_of_a_round_is_committed_alike(used) -> None:
         logits[draw(B, 1), draw(k + 1, 1), draw(V, 1)] = torch.nan
         choices = logits.argmax(-1)
         drafts = torch.where(draw(3, B, k) > 0, choices[:, :k], draw(V, B, k))
+        # Columns of larger tensors, as drafters that look things up hand them over.
+        packed, bad = torch.stack([draw(k + 1, B), *drafts.unbind(1)], 1), draw(2, B, 2).bool()
         proposal = Proposal(
-            drafts_BK=drafts, draft_probs_BKV=None, num_drafts_B=draw(k + 1, B), bad_B=draw(2, B).bool()
+            drafts_BK=packed[:, 1:] if case % 2 else drafts.T.contiguous().T,
+            draft_probs_BKV=None,
+            num_drafts_B=packed[:, 0],
+            bad_B=bad[:, 1],
         )
         results = []
         for torch_code in (False, True):
