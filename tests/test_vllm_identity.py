@@ -98,8 +98,9 @@ def test_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_real_vllm_writes_the_same_texts(tmp_path: Path) -> None:
+def test_real_vllm_writes_the_same_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # on a CPU the fast forward falls back instead
     assert main(["--out", str(tmp_path / "out.json"), "--new-tokens", "24"]) == 0
     rows = read_result(tmp_path / "out.json")["rows"]
     assert len([row for row in rows if "texts" in row]) == 6

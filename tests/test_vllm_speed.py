@@ -42,7 +42,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def planned(folder: Path, **what: Any) -> None:
     names = {"none": "none", "draft_model": "draft-k4", "ngram": "ngram"}
-    plan = {"names": names, "fails": [], "hangs": [], "breaks": [], "slow": {}}
+    plan = {"names": names, "fails": [], "hangs": [], "breaks": {}, "slow": {}}
     (folder / "plan.json").write_text(json.dumps(plan | what))
 
 
@@ -79,7 +79,7 @@ def test_engines_start_together_and_measure_in_turns(stand_in: Path) -> None:
 def test_what_is_measured_is_not_measured_again_and_what_failed_is(
     stand_in: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned(stand_in, fails=["ngram"], breaks=["draft-k4"])
+    planned(stand_in, fails=["ngram"], breaks={"draft-k4": [1, 2]})
     assert run(stand_in) == 1
     rows = rows_of(stand_in)
     assert rows["none, batch 1, none"]["tokens_per_s"] == 100.0
@@ -98,6 +98,15 @@ def test_what_is_measured_is_not_measured_again_and_what_failed_is(
     page = serving_report.render({"results/vllm_speed.json": read_result(stand_in / "out.json")})
     assert "| draft-k4 | 4 | real (a noisy copy drafts) | 100 (1.00x) | 200 (1.00x) |" in page
     assert run(stand_in, "--run", "another") == 2
+
+
+def test_a_cell_that_breaks_its_engine_is_not_tried_again_in_the_same_call(stand_in: Path) -> None:
+    planned(stand_in, breaks={"draft-k4": [1]})
+    assert run(stand_in, "--methods", "none", "draft-k4") == 1
+    assert [turns(stand_in).count(f"{what} draft-k4") for what in ("start", "begin")] == [2, 2]
+    assert [name for name, row in rows_of(stand_in).items() if "not_run" in row] == [
+        "draft-k4, batch 1, fixed 4, real (a noisy copy drafts)"
+    ]
 
 
 def test_an_engine_that_hangs_is_killed_and_the_others_go_on(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +321,7 @@ def test_speeds_are_against_the_same_runner() -> None:
 def test_real_engines_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two methods and one that cannot start; all in one wave, and nothing again in the second call."""
     pytest.importorskip("vllm")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # on a CPU the fast forward falls back instead
     broken = replace(NGRAM, name="broken", speculative={"method": "unheard of"})
     ours = replace(OURS, ks=(0,), k=3)
     monkeypatch.setattr(vllm_speed, "METHODS", (NONE, ours, broken))
