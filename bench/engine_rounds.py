@@ -29,7 +29,7 @@ from specdec.model import CachedModel
 
 def engine_options(variant: str) -> dict[str, Any]:
     """What Engine is told for a variant."""
-    return {name: True for name in ("fast", "graphs") if name in variant.split("+")}
+    return {name: name in variant.split("+") for name in ("fast", "graphs")}
 
 
 def engine_of(pair: Pair, variant: str, **settings: Any) -> Engine:
@@ -37,7 +37,7 @@ def engine_of(pair: Pair, variant: str, **settings: Any) -> Engine:
     wrong name."""
     options = engine_options(variant)
     engine = Engine(pair.target, pair.draft, **settings, **options)
-    if "fast" in options and not all(model.reads_live_only for model in models_of(engine).values()):
+    if options["fast"] and not all(model.reads_live_only for model in models_of(engine).values()):
         raise ValueError("the fast forward is off; the log says why")
     return engine
 

@@ -47,7 +47,7 @@ def requests_of(vocab: int) -> list[Request]:
 
 def prefilled_engine(target: PreTrainedModel, draft: PreTrainedModel, k: int, requests: list[Request]) -> Engine:
     """An engine whose rows have been admitted and fed, before their first round."""
-    engine = Engine(target, draft, k=k, num_slots=len(requests), capacity=64)
+    engine = Engine(target, draft, k=k, num_slots=len(requests), capacity=64, graphs=False, fast=False)
     for request in requests:
         engine.submit(request)
     with torch.inference_mode():

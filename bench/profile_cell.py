@@ -61,7 +61,7 @@ def copy_gb_per_s(device: torch.device, repeats: int = 7) -> float:
 def prepared_engine(target: Any, drafter: Any, shape: Shape) -> Engine:
     """An engine whose rows hold their context, before the first round. ValueError when the target is built for less."""
     capacity = shape.context + shape.new_tokens
-    engine = Engine(target, drafter, k=shape.k, num_slots=shape.batch, capacity=capacity)
+    engine = Engine(target, drafter, k=shape.k, num_slots=shape.batch, capacity=capacity, graphs=False, fast=False)
     if engine.room < capacity:
         raise ValueError(
             f"profile.contexts: got {shape.context}, with {shape.new_tokens} tokens to decode; the target is built for "

@@ -104,7 +104,7 @@ class ModelDrafter:
         self._held = [0] * num_slots  # the host's copy of the cache's lengths
 
     def build(
-        self, target_size: int, num_rows: int, capacity: int, window: Window | None = None, *, fast: bool = False
+        self, target_size: int, num_rows: int, capacity: int, window: Window | None = None, *, fast: bool | None = False
     ) -> None:
         """Make the cache, for a target with `target_size` output ids; ValueError when the vocabularies do not match.
         What `attach` does, and enough for a caller that feeds the rows itself and then calls `propose`."""

@@ -46,9 +46,9 @@ class Engine:
     most prompt tokens a row is fed between two rounds. top_logprobs: report the target's raw law at each token
     (TokenLogprobs). rule: "token" (each draft judged alone) or "block" (block verification: exact too, accepts more
     where several tokens are drafted). fast: Triton kernels for target and draft (CachedModel). graphs: replay rounds as
-    CUDA graphs (specdec.graphs), each made when its shape is first met; needs an NVIDIA GPU. Off by default: proven on
-    a CPU with a tape in place of the graph, and not run on a GPU yet. on_round: called after each round. on_tokens:
-    called with a ticket, its new tokens, and how many of them (the first ones) are accepted drafts.
+    CUDA graphs (specdec.graphs), each made when its shape is first met. Both are on where the target is on an NVIDIA
+    GPU; False leaves them out. on_round: called after each round. on_tokens: called with a ticket, its new tokens, and
+    how many of them (the first ones) are accepted drafts.
 
     Raises ValueError for vocabularies that differ, an architecture that is not supported, or bad settings (graphs
     without a GPU). A request that is bad ends with finish_reason "error" and harms no other. A round that is broken off
@@ -67,8 +67,8 @@ class Engine:
         prefill_chunk: int = 512,
         top_logprobs: int = 0,
         rule: str = "token",
-        graphs: bool = False,
-        fast: bool = False,
+        graphs: bool | None = None,
+        fast: bool | None = None,
         on_round: Callable[[RoundStats], None] | None = None,
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Engine:
         self.capacity, self._chunk, self._top_logprobs = capacity, prefill_chunk, top_logprobs
         eager = EagerRounds(self._target, top_logprobs, _RULES[rule])
         self._rounds: EagerRounds | GraphRounds = eager
-        if graphs:
+        if graphs or (graphs is None and self._target.device.type == "cuda"):
             self._rounds = GraphRounds(eager, self._target, num_slots=num_slots, k_max=self.k_max)
         self._listeners = Listeners(on_round=on_round, on_tokens=on_tokens)
         self._state = RowState.empty(num_slots, buffer, self._target.device)

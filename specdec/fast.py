@@ -29,9 +29,11 @@ _HALF_LOGITS_TOLERANCE = 0.5
 _EARLY = 2
 
 
-def fast_decoder(module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedCache) -> "FastDecoder | None":
+def fast_decoder(
+    module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedCache, *, asked: bool = True
+) -> "FastDecoder | None":
     """The fast forward of a model whose attention is the engine's, for that cache; or None after one line in the log
-    that says why it stays with the eager one. shapes: of its layers (RaggedCache)."""
+    that says why it stays with the eager one, a warning where it was asked for. shapes: of its layers (RaggedCache)."""
     try:
         if type(cache) is not RaggedCache:
             raise ValueError(f"its cache is a {type(cache).__name__}, which the kernels do not read")
@@ -42,7 +44,8 @@ def fast_decoder(module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedC
         reason = "triton is not installed"
     except ValueError as error:
         reason = str(error)
-    logger.warning("fast forward off for %s: %s; the eager one is used", type(module).__name__, reason)
+    level = logging.WARNING if asked else logging.INFO
+    logger.log(level, "fast forward off for %s: %s; the eager one is used", type(module).__name__, reason)
     return None
 
 

@@ -28,9 +28,9 @@ class CachedModel:
     cannot be replaced.
 
     fast: use the Triton kernels of specdec.fast_layers (Llama and Qwen types; needs triton and a CUDA device). They are
-    compared with the eager forward here, and where they cannot be used or differ, one line in the log says so and the
-    eager forward stays. The parameters of the caller's model become views of fused weights of the same values. Off by
-    default: proven by Triton's interpreter on a CPU, and not run on a GPU yet.
+    compared with the eager forward here, and where they cannot be used or differ, one line in the log says so (as a
+    warning where they were asked for) and the eager forward stays. The parameters of the caller's model become views of
+    fused weights of the same values. None: wherever they can be used.
 
     fast: what was asked for; reads_live_only: whether it is in use, so that attention reads each row's own tokens,
     however many slots the plan allows (`Plan.live`).
@@ -43,7 +43,7 @@ class CachedModel:
         num_rows: int,
         capacity: int,
         window: Window | None = None,
-        fast: bool = False,
+        fast: bool | None = False,
     ) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -61,7 +61,8 @@ class CachedModel:
             else WindowCache(shapes, window=window, **options)
         )
         self.fast = fast
-        self._fast = fast_decoder(self.module, shapes, self.cache) if fast else None
+        wanted = self.device.type == "cuda" if fast is None else fast
+        self._fast = fast_decoder(self.module, shapes, self.cache, asked=bool(fast)) if wanted else None
         self.reads_live_only = self._fast is not None
 
     def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:

@@ -245,7 +245,7 @@ def test_a_variant_that_fell_back_is_not_measured_under_its_name(shapes: Path, m
     )
     bench = SpeedBench(pair, shapes, sizes)
     made = []
-    monkeypatch.setattr(model_module, "fast_decoder", lambda *_: made.append(1))
+    monkeypatch.setattr(model_module, "fast_decoder", lambda *_, **__: made.append(1))
     for k in (2, 4):
         with pytest.raises(ValueError, match="the fast forward is off"):
             bench.row(Cell(what="speed", variant="fast", alpha=0.5, controller="fixed", k=k))
