@@ -1,0 +1,160 @@
+"""Attention of a decoder layer, from the query-key-value product to its combined output. Shapes as in
+specdec.fast_stack_kernel."""
+
+import triton
+import triton.language as tl
+
+from specdec.fast_kernels import _rotated, _weighted
+from specdec.fast_stack_layout import COLUMNS
+from specdec.fast_stack_products import address_of
+
+_QUERY_NORM, _KEY_NORM, _KEYS, _VALUES = (
+    tl.constexpr(COLUMNS.index(name)) for name in ("query_norm", "key_norm", "keys", "values")
+)
+
+
+@triton.jit
+def _head(b, f, w, token, head, real, norm_ptr, S: tl.constexpr):
+    """Heads [R] of tokens [R], normalised and rotated: [R, D]."""
+    D: tl.constexpr = S.dim
+    WIDTH: tl.constexpr = (S.heads + 2 * S.kv_heads) * S.dim
+    DTYPE: tl.constexpr = b.qkv.dtype.element_ty
+    d = tl.arange(0, D)[None, :]
+    partner = (d + D // 2) % D
+    mask = real[:, None]
+    here = b.qkv + (token * WIDTH + head * D)[:, None]
+    x = tl.load(here + d, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    y = tl.load(here + partner, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if S.head_norms:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + f.head_epsilon)[:, None]
+        x = _weighted(x, scale, tl.load(norm_ptr + d), DTYPE)
+        y = _weighted(y, scale, tl.load(norm_ptr + partner), DTYPE)
+    angle = tl.load(w.positions + token, mask=real, other=0)[:, None] * D + d
+    cosine = tl.load(f.cosine + angle, mask=mask, other=0.0).to(tl.float32)
+    sine = tl.load(f.sine + angle, mask=mask, other=0.0).to(tl.float32)
+    return _rotated(x, y, cosine, tl.where(d < D // 2, sine, -sine), DTYPE).to(DTYPE)
+
+
+@triton.jit
+def attend_item(b, f, w, layer, item, S: tl.constexpr):
+    """One row's queries of one key head, and one split of the row's live slots."""
+    G: tl.constexpr = S.kv_heads
+    D: tl.constexpr = S.dim
+    REPEAT: tl.constexpr = S.heads // S.kv_heads
+    SPLITS: tl.constexpr = S.splits
+    BLOCK_S: tl.constexpr = S.block_s
+    QUERIES: tl.constexpr = S.queries
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    split, group, row = item % SPLITS, item // SPLITS % G, item // (SPLITS * G)
+    length = tl.load(w.last + row).to(tl.int32) + 1
+    blocks = (length + BLOCK_S - 1) // BLOCK_S
+    share = (blocks + SPLITS - 1) // SPLITS
+    begin = tl.minimum(split * share, blocks)
+    stop = tl.minimum(begin + share, blocks)
+    r = tl.arange(0, QUERIES)
+    real = r < w.q * REPEAT
+    token, head = row * w.q + r // REPEAT, group * REPEAT + r % REPEAT
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.full([QUERIES], 0.0, tl.float32)
+    out = tl.full([QUERIES, D], 0.0, tl.float32)
+    if begin < stop:
+        cache_row = w.first_row + row.to(tl.int64)
+        if S.indexed:
+            cache_row = tl.load(w.rows + row)
+        start = cache_row * w.row_stride + group * w.head_stride
+        keys_ptr = address_of(f, layer, _KEYS, DTYPE) + start
+        values_ptr = address_of(f, layer, _VALUES, DTYPE) + start
+        _store_new(
+            b, f, w, layer, row, group, begin * BLOCK_S, tl.minimum(stop * BLOCK_S, length), keys_ptr, values_ptr, S
+        )
+        query = _head(b, f, w, token, head, real, address_of(f, layer, _QUERY_NORM, DTYPE), S)
+        position = tl.load(w.positions + token, mask=real, other=-1)
+        tl.debug_barrier()  # the new keys and values are read by other threads than those that wrote them
+        top, total, out = _attend_blocks(
+            query, position, begin, stop, length, keys_ptr, values_ptr, f.scale, top, total, out, S
+        )
+    place = (token * S.heads + head) * SPLITS + split
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    tl.store(b.out + place[:, None] * D + tl.arange(0, D)[None, :], out / total[:, None], mask=real[:, None])
+    tl.store(b.lse + place, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=real)
+
+
+@triton.jit
+def _store_new(b, f, w, layer, row, group, begin, end, keys_ptr, values_ptr, S: tl.constexpr):
+    """Write the row's new keys and values that go to slots [begin, end); padding's slot lies behind all."""
+    D: tl.constexpr = S.dim
+    TOKENS: tl.constexpr = S.tokens
+    F: tl.constexpr = (S.heads + 2 * S.kv_heads) * S.dim
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    j, d = tl.arange(0, TOKENS), tl.arange(0, D)[None, :]
+    token = row * w.q + j
+    slot = tl.load(w.slots + token, mask=j < w.q, other=-1)
+    mine = (slot >= begin) & (slot < end)
+    if tl.sum(mine.to(tl.int32), 0) > 0:
+        key = _head(b, f, w, token, S.heads + group + j * 0, mine, address_of(f, layer, _KEY_NORM, DTYPE), S)
+        here = b.qkv + (token * F + (S.heads + S.kv_heads + group) * D)[:, None] + d
+        value = tl.load(here, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+        tl.store(keys_ptr + slot[:, None] * D + d, key, mask=mine[:, None])
+        tl.store(values_ptr + slot[:, None] * D + d, value, mask=mine[:, None])
+
+
+@triton.jit
+def _attend_blocks(query, position, begin, stop, length, keys_ptr, values_ptr, scale, top, total, out, S: tl.constexpr):
+    """Running maximum, sum and weighted sum over blocks [begin, stop)."""
+    D: tl.constexpr = S.dim
+    BLOCK_S: tl.constexpr = S.block_s
+    STAGES: tl.constexpr = S.stages
+    DOT: tl.constexpr = S.dot
+    d = tl.arange(0, D)
+    for i in tl.range(begin, stop, num_stages=STAGES):
+        slot = i * BLOCK_S + tl.arange(0, BLOCK_S)
+        live = slot < length
+        key = tl.load(keys_ptr + slot[None, :] * D + d[:, None], mask=live[None, :], other=0.0)
+        value = tl.load(values_ptr + slot[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+        score = tl.dot(query.to(DOT), key.to(DOT), input_precision="tf32x3") * scale
+        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query that has seen nothing yet
+        weight = tl.exp2(score - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(weight, 1)
+        out = out * rescale[:, None] + tl.dot(weight.to(value.dtype).to(DOT), value.to(DOT), input_precision="tf32x3")
+        top = new_top
+    return top, total, out
+
+
+@triton.jit
+def _of_each_split(first_ptr, STEP: tl.constexpr, inside, SPLITS: tl.constexpr):
+    found = ()
+    for split in tl.static_range(SPLITS):
+        loaded = tl.load(first_ptr + split * STEP, mask=inside, other=0.0, cache_modifier=".cg")
+        found += (loaded,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def combined(b, w, S: tl.constexpr):
+    """This program's part of attention's output, added up over the splits: float32 [TOKENS, block]."""
+    TOKENS: tl.constexpr = S.tokens
+    D: tl.constexpr = S.dim
+    SPLITS: tl.constexpr = S.splits
+    BLOCK: tl.constexpr = S.out.block
+    PART: tl.constexpr = S.heads * S.dim // S.out.parts
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    inner = tl.arange(0, BLOCK)[None, :]
+    k = (tl.program_id(0) % S.out.parts) * PART + inner
+    t = tl.arange(0, TOKENS)[:, None]
+    inside = (t < w.num_tokens) & (inner < PART)
+    place = (t * S.heads + k // D) * SPLITS
+    lse = _of_each_split(b.lse + place, 1, inside, SPLITS)
+    out = _of_each_split(b.out + place * D + k % D, D, inside, SPLITS)
+    top = lse[0]
+    for split in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, lse[split])
+    total, summed = tl.zeros_like(top), tl.zeros_like(top)
+    for split in tl.static_range(SPLITS):
+        weight = tl.exp2(lse[split] - top)
+        total += weight
+        summed += weight * out[split]
+    return (summed / total).to(DTYPE).to(tl.float32)

@@ -1,0 +1,178 @@
+"""Products of few tokens with the tiles of weights that one program holds. Shapes as in specdec.fast_stack_kernel."""
+
+import triton
+import triton.language as tl
+
+from specdec.fast_kernels import _weighted
+from specdec.fast_stack_layout import COLUMNS, FAILED
+
+_COLUMNS = tl.constexpr(len(COLUMNS))
+_INPUT_NORM, _MLP_NORM = tl.constexpr(COLUMNS.index("input_norm")), tl.constexpr(COLUMNS.index("mlp_norm"))
+_FAILED = tl.constexpr(FAILED)
+
+
+@triton.jit
+def address_of(f, layer, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
+    address = tl.load(f.table + layer * _COLUMNS + COLUMN)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def _tiles(f, layer, wanted, SHARE: tl.constexpr, DTYPE: tl.constexpr):
+    """This program's tiles of a weight, each [R, block]; zeros where they are not wanted."""
+    N: tl.constexpr = SHARE.outputs
+    K: tl.constexpr = SHARE.inputs
+    ROWS: tl.constexpr = SHARE.rows
+    BLOCK: tl.constexpr = SHARE.block
+    PARTS: tl.constexpr = SHARE.parts
+    TILES: tl.constexpr = SHARE.tiles
+    k = tl.arange(0, BLOCK)[None, :]
+    weight_ptr = address_of(f, layer, SHARE.column, DTYPE) + SHARE.first * K + (tl.program_id(0) % PARTS) * (K // PARTS)
+    tiles = ()
+    for j in tl.static_range(TILES):
+        n = _first_row(j, SHARE) + tl.arange(0, ROWS)[:, None]
+        inside = (n < N * wanted) & (k < K // PARTS)
+        tiles += (tl.load(weight_ptr + n * K + k, mask=inside, other=0.0),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _first_row(j, SHARE: tl.constexpr):
+    PARTS: tl.constexpr = SHARE.parts
+    return (tl.program_id(0) // PARTS * SHARE.tiles + j) * SHARE.rows
+
+
+@triton.jit
+def _times(x_TK, weight_RK, t, TOKENS: tl.constexpr):
+    """The product of token t's inputs with a tile: float32 [R]."""
+    x_K = tl.sum(tl.where(tl.arange(0, TOKENS)[:, None] == t, x_TK, 0.0), 0)
+    return tl.sum(weight_RK.to(tl.float32) * x_K[None, :], 1)
+
+
+@triton.jit
+def _normed(
+    residual_ptr,
+    new_ptr,
+    added_ptr,
+    num_added,
+    weight_ptr,
+    epsilon,
+    num_tokens,
+    S: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """new = residual + the sum of PARTS addends of the first `num_added` tokens; norm(new) * weight: float32 [TOKENS,
+    BLOCK]."""
+    TOKENS: tl.constexpr = S.tokens
+    E: tl.constexpr = S.hidden
+    DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
+    t, e = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (t < num_tokens) & (e < E)
+    weight = tl.load(weight_ptr + e, mask=e < E, other=0.0)
+    values = tl.load(residual_ptr + t * E + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    added = tl.zeros_like(values)
+    for part in tl.static_range(PARTS):
+        here = added_ptr + (part * TOKENS + t) * E + e
+        added += tl.load(here, mask=inside & (t < num_added), other=0.0, cache_modifier=".cg").to(tl.float32)
+    values = (values + added.to(DTYPE).to(tl.float32)).to(DTYPE)
+    tl.store(new_ptr + t * E + e, values, mask=inside & (t >= tl.program_id(0) * TOKENS))
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / E + epsilon)[:, None]
+    return _weighted(values, scale, weight, DTYPE)
+
+
+@triton.jit
+def ahead(f, layer, wanted, SHARE: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr):
+    """The tiles, where they are asked for ahead of the barrier; else they are loaded where they are used."""
+    tiles = ()
+    if S.prefetch:
+        tiles = _tiles(f, layer, wanted, SHARE, DTYPE)
+    return tiles
+
+
+@triton.jit
+def project(b, f, w, layer, weights, S: tl.constexpr):
+    F: tl.constexpr = (S.heads + 2 * S.kv_heads) * S.dim
+    TOKENS: tl.constexpr = S.tokens
+    SHARE: tl.constexpr = S.qkv
+    TILES: tl.constexpr = SHARE.tiles
+    ROWS: tl.constexpr = SHARE.rows
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    if not S.prefetch:
+        weights = _tiles(f, layer, 1, SHARE, DTYPE)
+    norm_ptr = address_of(f, layer, _INPUT_NORM, DTYPE)
+    x = _normed(
+        b.residual, b.second, b.x, w.num_tokens * (layer > 0), norm_ptr, f.epsilon, w.num_tokens, S, 1, S.qkv.block
+    )
+    for j in tl.static_range(TILES):
+        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
+        for t in tl.static_range(TOKENS):
+            y = _times(x, weights[j], t, TOKENS).to(DTYPE)
+            tl.store(b.qkv + t * F + n, y, mask=n < F)
+
+
+@triton.jit
+def project_out(b, f, layer, x, weights, S: tl.constexpr):
+    E: tl.constexpr = S.hidden
+    TOKENS: tl.constexpr = S.tokens
+    SHARE: tl.constexpr = S.out
+    TILES: tl.constexpr = SHARE.tiles
+    ROWS: tl.constexpr = SHARE.rows
+    if not S.prefetch:
+        weights = _tiles(f, layer, 1, SHARE, b.residual.dtype.element_ty)
+    part = tl.program_id(0) % S.out.parts
+    for j in tl.static_range(TILES):
+        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
+        for t in tl.static_range(TOKENS):
+            y = _times(x, weights[j], t, TOKENS)
+            tl.store(b.sums + (part * TOKENS + t) * E + n, y, mask=n < E)
+
+
+@triton.jit
+def gate_and_up(b, f, w, layer, gates, ups, S: tl.constexpr):
+    WIDTH: tl.constexpr = S.width
+    TOKENS: tl.constexpr = S.tokens
+    SHARE: tl.constexpr = S.gate
+    UP: tl.constexpr = S.up
+    TILES: tl.constexpr = SHARE.tiles
+    ROWS: tl.constexpr = SHARE.rows
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    if not S.prefetch:
+        gates = _tiles(f, layer, 1, SHARE, DTYPE)
+        ups = _tiles(f, layer, 1, UP, DTYPE)
+    norm_ptr = address_of(f, layer, _MLP_NORM, DTYPE)
+    x = _normed(
+        b.second, b.residual, b.sums, w.num_tokens, norm_ptr, f.epsilon, w.num_tokens, S, S.out.parts, S.gate.block
+    )
+    for j in tl.static_range(TILES):
+        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
+        for t in tl.static_range(TOKENS):
+            gate = _times(x, gates[j], t, TOKENS).to(DTYPE).to(tl.float32)
+            up = _times(x, ups[j], t, TOKENS).to(DTYPE).to(tl.float32)
+            silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+            tl.store(b.act + t * WIDTH + n, (silu * up).to(DTYPE), mask=n < WIDTH)
+
+
+@triton.jit
+def down(b, f, w, layer, weights, S: tl.constexpr):
+    """What a wait that was given up has spoilt becomes NaN here."""
+    E: tl.constexpr = S.hidden
+    WIDTH: tl.constexpr = S.width
+    TOKENS: tl.constexpr = S.tokens
+    SHARE: tl.constexpr = S.down
+    TILES: tl.constexpr = SHARE.tiles
+    ROWS: tl.constexpr = SHARE.rows
+    BLOCK: tl.constexpr = SHARE.block
+    DTYPE: tl.constexpr = b.residual.dtype.element_ty
+    if not S.prefetch:
+        weights = _tiles(f, layer, 1, SHARE, DTYPE)
+    failed = tl.load(b.sync + _FAILED, cache_modifier=".cg")
+    t, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (t < w.num_tokens) & (k < WIDTH)
+    x = tl.load(b.act + t * WIDTH + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for j in tl.static_range(TILES):
+        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
+        for t in tl.static_range(TOKENS):
+            y = tl.where(failed == 0, _times(x, weights[j], t, TOKENS), float("nan"))
+            tl.store(b.x + t * E + n, y.to(DTYPE), mask=n < E)
