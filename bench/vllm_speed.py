@@ -48,7 +48,7 @@ TINY = Sizes(
 )
 AT_ONCE, TINY_AT_ONCE = 6, 1
 FREE_SHARE = 0.97  # of the GPU's free memory that engines are planned into
-LEAST_START_S = 60.0  # no wave is started with less time left
+LEAST_S = 60.0  # no wave is started with less time left, nor one whose start would take what is left
 MOST_FAILURES = 2  # of a method in one call
 
 
@@ -67,11 +67,12 @@ class SpeedBench:
     clock: Callable[[], float] = time.monotonic
     _failures: Counter[str] = field(default_factory=Counter)
     _given_up: set[str] = field(default_factory=set)  # cells that failed in this call
+    _start_s: float = 0.0  # of the latest wave
 
     def run(self) -> bool:
         """Whether all cells have been tried."""
         while cells := self._open():
-            if self.clock() + LEAST_START_S > self.deadline:
+            if self.clock() + max(LEAST_S, 1.3 * self._start_s) > self.deadline:
                 return False
             methods, mine = self._next(cells)
             with self._started(methods) as wave:
@@ -108,8 +109,8 @@ class SpeedBench:
                 if not isinstance(error, Slow) or self.clock() < self.deadline:  # else time ended, not the engine
                     self._failures[name] = MOST_FAILURES
                     self._not_run(name, error)
-            up = ", ".join(wave.workers) or "none"
-            print(f"{self.clock() - begin:6.1f} s  engines up: {up}", flush=True)
+            self._start_s = self.clock() - begin
+            print(f"{self._start_s:6.1f} s  engines up: {', '.join(wave.workers) or 'none'}", flush=True)
             yield wave
         finally:
             wave.stop()
