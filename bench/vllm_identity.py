@@ -93,6 +93,10 @@ def drafts_of(draft: Path) -> dict[str, str]:
     return {method.name: str((whole if method.name == "plugin" else draft).resolve()) for method in METHODS}
 
 
+def _name(method: Method, dtype: str) -> str:
+    return f"{method.name}-{dtype}"
+
+
 class Identity:
     """The texts of every method and precision."""
 
@@ -101,25 +105,36 @@ class Identity:
         self.prompts = prompts_of(target)
         self.on_gpu = torch.cuda.is_available()
 
-    def rows(self, dtype: str) -> Iterator[dict[str, Any]]:
-        """One a method and way of choosing lengths, and one a text that parts. All engines are up together."""
+    def rows(self, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """One a method, precision and way of choosing lengths, and one a text that parts. All engines are up
+        together."""
         wave = Wave()
         try:
-            for method in METHODS:
-                cache = self.work / f"cache-{method.name}"
+            for name, (method, dtype) in {_name(m, d): (m, d) for d in dtypes for m in METHODS}.items():
+                cache = self.work / f"cache-{name}"
                 env = environment(method, on_gpu=self.on_gpu, folder=self.work / "plugin", cache=cache)
-                log = self.work / "logs" / f"identity-{dtype}-{method.name}.log"
-                wave.add(method.name, Worker(self._job(method, dtype), env, log))
+                wave.add(name, Worker(self._job(method, dtype), env, self.work / "logs" / f"{name}.log"))
             failed = wave.wait(START_S)
-            yield from (self._not_run(name, dtype, error) for name, error in failed.items())
-            if "none" not in wave.workers:
-                return
-            plain = wave.workers["none"].ask(self._asked((0,), LOGPROBS), "texts")["texts"]
-            for method in METHODS[1:]:
-                if method.name in wave.workers:
-                    yield from self._compared(wave.workers[method.name], method.name, dtype, plain)
+            for dtype in dtypes:
+                yield from self._of_dtype(wave, failed, dtype)
         finally:
             wave.stop()
+
+    def _of_dtype(self, wave: Wave, failed: Mapping[str, WorkerError], dtype: str) -> Iterator[dict[str, Any]]:
+        plain, *others = METHODS
+        for method in METHODS:
+            if error := failed.get(_name(method, dtype)):
+                yield self._not_run(method.name, dtype, error)
+        if _name(plain, dtype) in failed:
+            return
+        try:
+            texts = wave.workers[_name(plain, dtype)].ask(self._asked((0,), LOGPROBS), "texts")["texts"]
+        except WorkerError as error:
+            yield self._not_run(plain.name, dtype, error)
+            return
+        for method in others:
+            if worker := wave.workers.get(_name(method, dtype)):
+                yield from self._compared(worker, method.name, dtype, texts)
 
     def _compared(
         self, worker: Worker, name: str, dtype: str, plain: Sequence[Mapping[str, Any]]
@@ -239,11 +254,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = args.work or Path(scratch)
         target, draft = (args.target, args.draft) if args.target else random_pair(work / "models")
         pair = Identity(target, draft, work, args.new_tokens)
-        for dtype in dtypes:
-            for row in pair.rows(dtype):
-                rows.append({"target": target.name, "draft": draft.name, **row})
-                gates = {"G6 greedy": identity_gate(rows)}
-                write_result(args.out, stage=STAGE, run=args.run, rows=rows, gates=gates, started=started)
+        for row in pair.rows(dtypes):
+            rows.append({"target": target.name, "draft": draft.name, **row})
+            gates = {"G6 greedy": identity_gate(rows)}
+            write_result(args.out, stage=STAGE, run=args.run, rows=rows, gates=gates, started=started)
     found = identity_gate(rows)
     print(pd.DataFrame(rows).to_string(index=False))
     print(f"{found['state']}: {found['reason']}")
