@@ -83,7 +83,8 @@ def random_models(shapes: Path, target: str, draft: str, folder: Path) -> Models
     for role, name in (("", target), (DRAFT, draft)):
         values = json.loads((shapes / f"{name}.json").read_text(encoding="utf-8"))
         folders[role] = _written(folder / name, values)
-    folders[HEAD] = _written(folder / "eagle3", head.to_dict())
+    head.save_pretrained(folder / "eagle3")
+    folders[HEAD] = str((folder / "eagle3").resolve())
     every = configs | {HEAD: head}
     return Models(
         folders=folders,
