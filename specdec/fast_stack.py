@@ -22,6 +22,7 @@ WARPS = 8
 _INTERPRETED_PROGRAMS = 3
 _MAX_SPLITS, _MAX_PARTS = 16, 8
 _ROWS, _MAX_TILES = (2, 4, 8, 16, 32), 4
+_BLOCKS, _MAX_CHUNKS = (2048, 1024, 512), 4
 # Weights that a thread may hold ahead of a barrier; with more the kernel would spill registers.
 _THREAD_BYTES = 448
 _LOG2_E = 1.4426950408889634
@@ -60,7 +61,7 @@ class LayerStack:
         self._sync = torch.zeros(SYNC_WORDS, dtype=torch.int32, device=device)
         sizes = self.sizes(1, 1)
         shares = (sizes.qkv, 1), (sizes.out, 1), (sizes.gate, 2), (sizes.down, 1)
-        held = max(s.rows * s.tiles * s.block * weights for s, weights in shares)
+        held = max(s.rows * s.tiles * s.chunks * s.block * weights for s, weights in shares)
         if not INTERPRETED and held * self._weight.element_size() > _THREAD_BYTES * 32 * WARPS:
             raise ValueError("its layers are too large for the registers of one launch")
 
@@ -126,7 +127,7 @@ class LayerStack:
             out=_share("out", E, HD, self.programs, parts=parts),
             gate=_share("gate_up", width, E, self.programs),
             up=_share("gate_up", width, E, self.programs, first=width),
-            down=_share("down", E, width, self.programs),
+            down=_share("down", E, width, self.programs, chunked=True),
             splits=splits,
             queries=max(16, triton.next_power_of_2(H // G * q)),
             block_s=choices.block_s,
@@ -245,7 +246,9 @@ def _out_parts(inputs: int, outputs: int, splits: int) -> int:
     return best
 
 
-def _share(name: str, outputs: int, inputs: int, programs: int, *, parts: int = 1, first: int = 0) -> Share:
+def _share(
+    name: str, outputs: int, inputs: int, programs: int, *, parts: int = 1, first: int = 0, chunked: bool = False
+) -> Share:
     """The fewest rows a program that cover all outputs, in few tiles."""
     wanted = triton.cdiv(outputs * parts, programs // parts * parts)
     fits = [
@@ -255,6 +258,10 @@ def _share(name: str, outputs: int, inputs: int, programs: int, *, parts: int = 
         tiles = triton.cdiv(wanted, _ROWS[-1])
         fits = [(_ROWS[-1] * tiles, tiles, _ROWS[-1])]
     _, tiles, rows = min(fits)
+    part = inputs // parts
+    block = triton.next_power_of_2(part)
+    if chunked:  # a power of two that divides the inputs leaves no thread without work
+        block = next((b for b in _BLOCKS if part % b == 0 and part // b <= _MAX_CHUNKS), block)
     return Share(
         column=COLUMNS.index(name),
         first=first,
@@ -263,5 +270,6 @@ def _share(name: str, outputs: int, inputs: int, programs: int, *, parts: int = 
         rows=rows,
         tiles=tiles,
         parts=parts,
-        block=triton.next_power_of_2(inputs // parts),
+        chunks=triton.cdiv(part, block),
+        block=block,
     )

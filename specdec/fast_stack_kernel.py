@@ -31,10 +31,11 @@ import triton
 import triton.language as tl
 
 from specdec.fast_stack_attention import attend_item, combined
-from specdec.fast_stack_layout import BEGAN
-from specdec.fast_stack_products import ahead, down, gate_and_up, project, project_out
+from specdec.fast_stack_layout import BEGAN, COLUMNS
+from specdec.fast_stack_products import ahead, down, gate_and_up, norm_ahead, project, project_out
 
 _BEGAN = tl.constexpr(BEGAN)
+_INPUT_NORM, _MLP_NORM = tl.constexpr(COLUMNS.index("input_norm")), tl.constexpr(COLUMNS.index("mlp_norm"))
 # One thread: reads until the arrivals reach $2, at most some seconds; at once, or soon, when a wait was given up.
 _WAIT = tl.constexpr("""{
     .reg .pred stop;
@@ -75,7 +76,7 @@ def _wait(sync_ptr, arrivals):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer", "stop_layer"])
 def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexpr):
     """Layers [first_layer, stop_layer): all phases (PHASE = -1), or one of them, without barriers."""
     QKV: tl.constexpr = S.qkv
@@ -89,10 +90,11 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
     arrivals = 0
     if ALL:
         arrivals = tl.load(b.sync + _BEGAN)
+    qkv_norm = norm_ahead(f, first_layer, _INPUT_NORM, S, DTYPE)
     qkv_tiles = ahead(f, first_layer, 1, QKV, S, DTYPE)
     for layer in range(first_layer, stop_layer):
         if ALL or PHASE == 0:
-            project(b, f, w, layer, qkv_tiles, S)
+            project(b, f, w, layer, qkv_norm, qkv_tiles, S)
         if ALL:
             _arrive(b.sync)
         out_tiles = ahead(f, layer, 1, OUT, S, DTYPE)
@@ -111,13 +113,14 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
             project_out(b, f, layer, combined(b, w, S), out_tiles, S)
         if ALL:
             _arrive(b.sync)
+        gate_norm = norm_ahead(f, layer, _MLP_NORM, S, DTYPE)
         gate_tiles = ahead(f, layer, 1, GATE, S, DTYPE)
         up_tiles = ahead(f, layer, 1, UP, S, DTYPE)
         if ALL:
             arrivals += P
             _wait(b.sync, arrivals)
         if ALL or PHASE == 3:
-            gate_and_up(b, f, w, layer, gate_tiles, up_tiles, S)
+            gate_and_up(b, f, w, layer, gate_norm, gate_tiles, up_tiles, S)
         if ALL:
             _arrive(b.sync)
         down_tiles = ahead(f, layer, 1, DOWN, S, DTYPE)
@@ -130,7 +133,9 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
         if ALL and more:
             _arrive(b.sync)
             arrivals += P
-        qkv_tiles = ahead(f, tl.where(more, layer + 1, layer), tl.where(more, 1, 0), QKV, S, DTYPE)
+        next_layer = tl.where(more, layer + 1, layer)
+        qkv_norm = norm_ahead(f, next_layer, _INPUT_NORM, S, DTYPE)
+        qkv_tiles = ahead(f, next_layer, tl.where(more, 1, 0), QKV, S, DTYPE)
         if ALL and more:
             _wait(b.sync, arrivals)
     if ALL:

@@ -17,8 +17,8 @@ BEGAN, FAILED = 32, 64
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """What one program multiplies of a product with rows [first, first + outputs) of the weight in that column of the
-    table: `tiles` tiles of `rows` outputs of one of `parts` parts of the inputs, which fit into `block` (a power of
-    two)."""
+    table: `tiles` tiles of `rows` outputs of one of `parts` parts of the inputs, each in `chunks` chunks of `block` (a
+    power of two)."""
 
     column: int
     first: int
@@ -27,6 +27,7 @@ class Share:
     rows: int
     tiles: int
     parts: int
+    chunks: int
     block: int
 
 

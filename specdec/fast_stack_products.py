@@ -7,7 +7,6 @@ from specdec.fast_kernels import _weighted
 from specdec.fast_stack_layout import COLUMNS, FAILED
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
-_INPUT_NORM, _MLP_NORM = tl.constexpr(COLUMNS.index("input_norm")), tl.constexpr(COLUMNS.index("mlp_norm"))
 _FAILED = tl.constexpr(FAILED)
 
 
@@ -19,20 +18,22 @@ def address_of(f, layer, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tiles(f, layer, wanted, SHARE: tl.constexpr, DTYPE: tl.constexpr):
-    """This program's tiles of a weight, each [R, block]; zeros where they are not wanted."""
+    """This program's tiles of a weight, chunk by chunk, each [R, block]; zeros where they are not wanted."""
     N: tl.constexpr = SHARE.outputs
     K: tl.constexpr = SHARE.inputs
     ROWS: tl.constexpr = SHARE.rows
     BLOCK: tl.constexpr = SHARE.block
     PARTS: tl.constexpr = SHARE.parts
     TILES: tl.constexpr = SHARE.tiles
-    k = tl.arange(0, BLOCK)[None, :]
+    CHUNKS: tl.constexpr = SHARE.chunks
     weight_ptr = address_of(f, layer, SHARE.column, DTYPE) + SHARE.first * K + (tl.program_id(0) % PARTS) * (K // PARTS)
     tiles = ()
     for j in tl.static_range(TILES):
         n = _first_row(j, SHARE) + tl.arange(0, ROWS)[:, None]
-        inside = (n < N * wanted) & (k < K // PARTS)
-        tiles += (tl.load(weight_ptr + n * K + k, mask=inside, other=0.0),)  # type: ignore[assignment]
+        for chunk in tl.static_range(CHUNKS):
+            k = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
+            inside = (n < N * wanted) & (k < K // PARTS)
+            tiles += (tl.load(weight_ptr + n * K + k, mask=inside, other=0.0),)  # type: ignore[assignment]
     return tiles
 
 
@@ -43,10 +44,18 @@ def _first_row(j, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _times(x_TK, weight_RK, t, TOKENS: tl.constexpr):
-    """The product of token t's inputs with a tile: float32 [R]."""
+def _times(x, tiles, j, t, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
+    """The product of token t's inputs, chunks of float32 [TOKENS, block], with tile j: float32 [R]."""
+    total = _products(x[0], tiles[j * CHUNKS], t, TOKENS)
+    for chunk in tl.static_range(1, CHUNKS):
+        total += _products(x[chunk], tiles[j * CHUNKS + chunk], t, TOKENS)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _products(x_TK, weight_RK, t, TOKENS: tl.constexpr):
     x_K = tl.sum(tl.where(tl.arange(0, TOKENS)[:, None] == t, x_TK, 0.0), 0)
-    return tl.sum(weight_RK.to(tl.float32) * x_K[None, :], 1)
+    return weight_RK.to(tl.float32) * x_K[None, :]
 
 
 @triton.jit
@@ -55,21 +64,20 @@ def _normed(
     new_ptr,
     added_ptr,
     num_added,
-    weight_ptr,
+    weight,
     epsilon,
     num_tokens,
     S: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """new = residual + the sum of PARTS addends of the first `num_added` tokens; norm(new) * weight: float32 [TOKENS,
-    BLOCK]."""
+    block]."""
+    BLOCK: tl.constexpr = S.qkv.block
     TOKENS: tl.constexpr = S.tokens
     E: tl.constexpr = S.hidden
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     t, e = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (t < num_tokens) & (e < E)
-    weight = tl.load(weight_ptr + e, mask=e < E, other=0.0)
     values = tl.load(residual_ptr + t * E + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     added = tl.zeros_like(values)
     for part in tl.static_range(PARTS):
@@ -92,7 +100,15 @@ def ahead(f, layer, wanted, SHARE: tl.constexpr, S: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def project(b, f, w, layer, weights, S: tl.constexpr):
+def norm_ahead(f, layer, COLUMN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr):
+    """The weight of a norm [1, block]."""
+    BLOCK: tl.constexpr = S.qkv.block
+    e = tl.arange(0, BLOCK)[None, :]
+    return tl.load(address_of(f, layer, COLUMN, DTYPE) + e, mask=e < S.hidden, other=0.0)
+
+
+@triton.jit
+def project(b, f, w, layer, norm, weights, S: tl.constexpr):
     F: tl.constexpr = (S.heads + 2 * S.kv_heads) * S.dim
     TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.qkv
@@ -101,14 +117,11 @@ def project(b, f, w, layer, weights, S: tl.constexpr):
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     if not S.prefetch:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
-    norm_ptr = address_of(f, layer, _INPUT_NORM, DTYPE)
-    x = _normed(
-        b.residual, b.second, b.x, w.num_tokens * (layer > 0), norm_ptr, f.epsilon, w.num_tokens, S, 1, S.qkv.block
-    )
+    x = _normed(b.residual, b.second, b.x, w.num_tokens * (layer > 0), norm, f.epsilon, w.num_tokens, S, 1)
     for j in tl.static_range(TILES):
         n = _first_row(j, SHARE) + tl.arange(0, ROWS)
         for t in tl.static_range(TOKENS):
-            y = _times(x, weights[j], t, TOKENS).to(DTYPE)
+            y = _times((x,), weights, j, t, 1, TOKENS).to(DTYPE)
             tl.store(b.qkv + t * F + n, y, mask=n < F)
 
 
@@ -125,12 +138,12 @@ def project_out(b, f, layer, x, weights, S: tl.constexpr):
     for j in tl.static_range(TILES):
         n = _first_row(j, SHARE) + tl.arange(0, ROWS)
         for t in tl.static_range(TOKENS):
-            y = _times(x, weights[j], t, TOKENS)
+            y = _times((x,), weights, j, t, 1, TOKENS)
             tl.store(b.sums + (part * TOKENS + t) * E + n, y, mask=n < E)
 
 
 @triton.jit
-def gate_and_up(b, f, w, layer, gates, ups, S: tl.constexpr):
+def gate_and_up(b, f, w, layer, norm, gates, ups, S: tl.constexpr):
     WIDTH: tl.constexpr = S.width
     TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.gate
@@ -141,15 +154,12 @@ def gate_and_up(b, f, w, layer, gates, ups, S: tl.constexpr):
     if not S.prefetch:
         gates = _tiles(f, layer, 1, SHARE, DTYPE)
         ups = _tiles(f, layer, 1, UP, DTYPE)
-    norm_ptr = address_of(f, layer, _MLP_NORM, DTYPE)
-    x = _normed(
-        b.second, b.residual, b.sums, w.num_tokens, norm_ptr, f.epsilon, w.num_tokens, S, S.out.parts, S.gate.block
-    )
+    x = _normed(b.second, b.residual, b.sums, w.num_tokens, norm, f.epsilon, w.num_tokens, S, S.out.parts)
     for j in tl.static_range(TILES):
         n = _first_row(j, SHARE) + tl.arange(0, ROWS)
         for t in tl.static_range(TOKENS):
-            gate = _times(x, gates[j], t, TOKENS).to(DTYPE).to(tl.float32)
-            up = _times(x, ups[j], t, TOKENS).to(DTYPE).to(tl.float32)
+            gate = _times((x,), gates, j, t, 1, TOKENS).to(DTYPE).to(tl.float32)
+            up = _times((x,), ups, j, t, 1, TOKENS).to(DTYPE).to(tl.float32)
             silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
             tl.store(b.act + t * WIDTH + n, (silu * up).to(DTYPE), mask=n < WIDTH)
 
@@ -158,21 +168,36 @@ def gate_and_up(b, f, w, layer, gates, ups, S: tl.constexpr):
 def down(b, f, w, layer, weights, S: tl.constexpr):
     """What a wait that was given up has spoilt becomes NaN here."""
     E: tl.constexpr = S.hidden
-    WIDTH: tl.constexpr = S.width
     TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.down
     TILES: tl.constexpr = SHARE.tiles
     ROWS: tl.constexpr = SHARE.rows
-    BLOCK: tl.constexpr = SHARE.block
+    CHUNKS: tl.constexpr = SHARE.chunks
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     if not S.prefetch:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
     failed = tl.load(b.sync + _FAILED, cache_modifier=".cg")
-    t, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside = (t < w.num_tokens) & (k < WIDTH)
-    x = tl.load(b.act + t * WIDTH + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = _activations(b.act, w.num_tokens, S)
     for j in tl.static_range(TILES):
         n = _first_row(j, SHARE) + tl.arange(0, ROWS)
         for t in tl.static_range(TOKENS):
-            y = tl.where(failed == 0, _times(x, weights[j], t, TOKENS), float("nan"))
+            y = tl.where(failed == 0, _times(x, weights, j, t, CHUNKS, TOKENS), float("nan"))
             tl.store(b.x + t * E + n, y.to(DTYPE), mask=n < E)
+
+
+@triton.jit
+def _activations(act_ptr, num_tokens, S: tl.constexpr):
+    """The down product's inputs in chunks of float32 [TOKENS, block]."""
+    WIDTH: tl.constexpr = S.width
+    TOKENS: tl.constexpr = S.tokens
+    SHARE: tl.constexpr = S.down
+    BLOCK: tl.constexpr = SHARE.block
+    CHUNKS: tl.constexpr = SHARE.chunks
+    t = tl.arange(0, TOKENS)[:, None]
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = (t < num_tokens) & (k < WIDTH)
+        loaded = tl.load(act_ptr + t * WIDTH + k, mask=inside, other=0.0, cache_modifier=".cg")
+        chunks += (loaded.to(tl.float32),)  # type: ignore[assignment]
+    return chunks
