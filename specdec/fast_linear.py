@@ -287,8 +287,7 @@ def candidates(N: int, K: int) -> list[Tiling]:
     found = [tiling for tiling in CANDIDATES if tiling.splits == 1 or N <= _SPLIT_UP_TO]
     for block_n, block_k in _HELD_BLOCKS:
         splits, warps = triton.cdiv(K, block_k), 4 if block_n * block_k <= 8192 else 8
-        least, most = _HELD_PROGRAMS
-        if least <= triton.cdiv(N, block_n) * splits <= most:
+        if _HELD_PROGRAMS[0] <= triton.cdiv(N, block_n) * splits <= _HELD_PROGRAMS[1]:
             found.append(Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=warps, stages=1))
     return found
 

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from bench.tiny_models import noisy_copy, tiny_model
 from specdec import Engine, Request, SamplingParams, fast_round, kernels, rng
+from specdec.drafter import ModelDrafter
+from specdec.graph_draft import DraftBuffers, DraftSteps
 from specdec.kvcache import RaggedCache
 from specdec.report import REPORT_COLUMNS
 from specdec.sampling import Features, constrain_logits
@@ -97,6 +99,7 @@ def test_the_largest_logit(used, dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 3, 5003, generator=generator).to(dtype).to(used)
     logits[0, 0, 4000] = logits[0, 0, 17] = 9.0
+    logits[0, 1, 900] = logits[0, 1, 100] = logits[0, 1, 901] = 9.0  # in one program's share
     logits[1, 0] = -torch.inf
     logits[1, 1, 4999] = torch.inf
     logits[1, 2, 0] = torch.nan
@@ -107,7 +110,7 @@ def test_the_largest_logit(used, dtype) -> None:
     assert torch.equal(bad, expected_bad)
     assert bad.sum() == 3
     assert torch.equal(token[~bad], logits.argmax(-1)[~bad])
-    assert token[0, 0] == 17
+    assert token[0, :2].tolist() == [17, 100]
     assert token.min() >= 0
     assert token.max() < 5003
 
@@ -145,6 +148,61 @@ def test_an_engine_gives_the_same_rounds(used, sampled, monkeypatch) -> None:
         rounds = [(stats.k, stats.tokens, stats.acceptance) for stats in seen]
         found.append(([(o.token_ids, o.finish_reason) for o in outputs], rounds))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("min_confidence", [0.0, 0.35])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_draft_steps_leave_the_same_buffers(used, min_confidence, sampled) -> None:
+    """Also past the draft's last position, for rows without a text before the window, and where a row is unsure."""
+    model = tiny_model("qwen3", vocab=23, seed=4, max_positions=14, dtype=torch.float32).to(used)
+    found = []
+    for torch_code in (False, True):
+        drafter = ModelDrafter(model, min_confidence=min_confidence)
+        drafter.build(23, 5, 30)
+        state = RowState.empty(5, 30, used)
+        state.tokens_BT.copy_(torch.arange(155, device=used).view(5, 31) % 23)
+        state.lengths_B.copy_(torch.tensor([1, 2, 7, 12, 13], device=used))
+        state.active_B.fill_(True)
+        state.law.temperature_B.fill_(0.8 if sampled else 0.0)
+        buffers = DraftBuffers(5, 4, 23, torch.device(used))
+        buffers.num_drafts_B.fill_(9)
+        if sampled:
+            buffers.need_law(torch.float32)
+        features = Features(all_greedy=not sampled)
+        steps = DraftSteps(drafter=drafter, buffers=buffers, state=state.head(4), features=features, live=None)
+        if torch_code:
+            with off():
+                run_steps(steps)
+        else:
+            run_steps(steps)
+        found.append(buffers)
+    ours, reference = found
+    for name in ("drafts_BK", "num_drafts_B", "step_1", "bad_B", "law_BKV"):
+        mine, expected = getattr(ours, name), getattr(reference, name)
+        assert (mine is None) == (expected is None)
+        assert mine is None or torch.equal(mine[:4], expected[:4]), name
+    assert torch.equal(ours.alive_B[:4], reference.alive_B[:4])
+    assert ours.num_drafts_B[3] == (0 if min_confidence else 2)
+
+
+def run_steps(steps: DraftSteps) -> None:
+    with torch.inference_mode():
+        steps.first()
+        for _ in range(3):
+            steps.next()
+
+
+def test_what_is_verified(used) -> None:
+    state = RowState.empty(3, 20, used)
+    state.tokens_BT.copy_(torch.arange(63, device=used).view(3, 21))
+    state.lengths_B.copy_(torch.tensor([1, 5, 9], device=used))
+    state.active_B[1:] = True
+    wide = torch.arange(100, 121, device=used).view(3, 7)
+    for drafts in (wide[:, 2:5], wide[:, ::2], wide[:, :0], wide.view(7, 3).T[:, :4]):
+        tokens, start, new = kernels.round_kernels(torch.device(used)).verify_inputs(state, drafts)
+        assert torch.equal(tokens, torch.cat([torch.tensor([[0], [25], [50]], device=used), drafts], 1))
+        assert start.tolist() == [0, 4, 8]
+        assert new.tolist() == [0, drafts.shape[1] + 1, drafts.shape[1] + 1]
 
 
 def test_every_outcome_of_a_round_is_committed_alike(used) -> None:
