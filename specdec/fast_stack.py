@@ -38,7 +38,7 @@ class Choices:
     out_parts: int | None = None
     block_s: int = 64
     stages: int = 1
-    prefetch: bool = not INTERPRETED
+    prefetch: int = 0 if INTERPRETED else 2
 
 
 @dataclass(kw_only=True)

@@ -30,9 +30,9 @@ F = (H + 2 G) D, I width of the MLP, R rows of a tile of weights.
 import triton
 import triton.language as tl
 
-from specdec.fast_stack_attention import attend_item, combined
+from specdec.fast_stack_attention import attend_ahead, attend_item, combined
 from specdec.fast_stack_layout import BEGAN, COLUMNS
-from specdec.fast_stack_products import ahead, down, gate_and_up, norm_ahead, project, project_out
+from specdec.fast_stack_products import ahead, down, gate_and_up, norm_ahead, project, project_out, tiles_to_l2
 
 _BEGAN = tl.constexpr(BEGAN)
 _INPUT_NORM, _MLP_NORM = tl.constexpr(COLUMNS.index("input_norm")), tl.constexpr(COLUMNS.index("mlp_norm"))
@@ -87,6 +87,7 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     ALL: tl.constexpr = PHASE < 0
     P = tl.num_programs(0)
+    num_items = w.num_tokens // w.q * S.kv_heads * S.splits
     arrivals = 0
     if ALL:
         arrivals = tl.load(b.sync + _BEGAN)
@@ -98,15 +99,21 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
         if ALL:
             _arrive(b.sync)
         out_tiles = ahead(f, layer, 1, OUT, S, DTYPE)
+        known = attend_ahead(f, w, layer, tl.minimum(tl.program_id(0), num_items - 1), S, DTYPE)
+        tiles_to_l2(f, layer, GATE, S, DTYPE)
+        tiles_to_l2(f, layer, UP, S, DTYPE)
         if ALL:
             arrivals += P
             _wait(b.sync, arrivals)
         if ALL or PHASE == 1:
-            num_items = w.num_tokens // w.q * S.kv_heads * S.splits
             for i in range((num_items - tl.program_id(0) + P - 1) // P):
-                attend_item(b, f, w, layer, tl.program_id(0) + i * P, S)
+                item = tl.program_id(0) + i * P
+                attend_item(b, f, w, item, known, S)
+                known = attend_ahead(f, w, layer, tl.minimum(item + P, num_items - 1), S, DTYPE)
         if ALL:
             _arrive(b.sync)
+        tiles_to_l2(f, layer, DOWN, S, DTYPE)
+        if ALL:
             arrivals += P
             _wait(b.sync, arrivals)
         if ALL or PHASE == 2:
@@ -116,6 +123,9 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
         gate_norm = norm_ahead(f, layer, _MLP_NORM, S, DTYPE)
         gate_tiles = ahead(f, layer, 1, GATE, S, DTYPE)
         up_tiles = ahead(f, layer, 1, UP, S, DTYPE)
+        more = layer + 1 < stop_layer
+        next_layer = tl.where(more, layer + 1, layer)
+        tiles_to_l2(f, next_layer, QKV, S, DTYPE)
         if ALL:
             arrivals += P
             _wait(b.sync, arrivals)
@@ -124,16 +134,15 @@ def _stack(f, w, b, first_layer, stop_layer, S: tl.constexpr, PHASE: tl.constexp
         if ALL:
             _arrive(b.sync)
         down_tiles = ahead(f, layer, 1, DOWN, S, DTYPE)
+        tiles_to_l2(f, next_layer, OUT, S, DTYPE)
         if ALL:
             arrivals += P
             _wait(b.sync, arrivals)
         if ALL or PHASE == 4:
             down(b, f, w, layer, down_tiles, S)
-        more = layer + 1 < stop_layer
         if ALL and more:
             _arrive(b.sync)
             arrivals += P
-        next_layer = tl.where(more, layer + 1, layer)
         qkv_norm = norm_ahead(f, next_layer, _INPUT_NORM, S, DTYPE)
         qkv_tiles = ahead(f, next_layer, tl.where(more, 1, 0), QKV, S, DTYPE)
         if ALL and more:

@@ -33,8 +33,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the kernel is compiled for. stages: of the loop over a split's context; prefetch: whether weights are asked
-    for ahead of the barrier."""
+    """What the kernel is compiled for. stages: of the loop over a split's context; prefetch: 0 loads weights where they
+    are used, 1 ahead of the barrier before, 2 has them moved to the L2 cache two phases before, too."""
 
     tokens: int
     hidden: int
@@ -53,7 +53,7 @@ class Sizes:
     stages: int
     head_norms: bool
     indexed: bool
-    prefetch: bool
+    prefetch: int
     dot: Any
 
 

@@ -91,10 +91,36 @@ def _normed(
 
 
 @triton.jit
+def to_l2(base_ptr, row, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Ask for WIDTH elements of each of the rows [R]: they go to the L2 cache, and nobody waits for them."""
+    LINE: tl.constexpr = 1024 // base_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
+    line = tl.arange(0, triton.next_power_of_2(LINES))[None, :]
+    here = base_ptr + row[:, None] * STRIDE + tl.minimum(line * LINE, WIDTH - 1)
+    asm: tl.constexpr = "{ prefetch.global.L2 [$1]; mov.s32 $0, 0; }"
+    tl.inline_asm_elementwise(asm, "=r,l", [here.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def tiles_to_l2(f, layer, SHARE: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr):
+    """This program's tiles on their way to the L2 cache."""
+    TILES: tl.constexpr = SHARE.tiles
+    ROWS: tl.constexpr = SHARE.rows
+    PARTS: tl.constexpr = SHARE.parts
+    K: tl.constexpr = SHARE.inputs
+    if S.prefetch > 1:
+        weight_ptr = address_of(f, layer, SHARE.column, DTYPE) + SHARE.first * K
+        weight_ptr += (tl.program_id(0) % PARTS) * (K // PARTS)
+        for j in tl.static_range(TILES):
+            n = tl.minimum(_first_row(j, SHARE) + tl.arange(0, ROWS), SHARE.outputs - 1)
+            to_l2(weight_ptr, n, K // PARTS, K)
+
+
+@triton.jit
 def ahead(f, layer, wanted, SHARE: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr):
     """The tiles, where they are asked for ahead of the barrier; else they are loaded where they are used."""
     tiles = ()
-    if S.prefetch:
+    if S.prefetch > 0:
         tiles = _tiles(f, layer, wanted, SHARE, DTYPE)
     return tiles
 
@@ -115,7 +141,7 @@ def project(b, f, w, layer, norm, weights, S: tl.constexpr):
     TILES: tl.constexpr = SHARE.tiles
     ROWS: tl.constexpr = SHARE.rows
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
-    if not S.prefetch:
+    if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
     x = _normed(b.residual, b.second, b.x, w.num_tokens * (layer > 0), norm, f.epsilon, w.num_tokens, S, 1)
     for j in tl.static_range(TILES):
@@ -132,7 +158,7 @@ def project_out(b, f, layer, x, weights, S: tl.constexpr):
     SHARE: tl.constexpr = S.out
     TILES: tl.constexpr = SHARE.tiles
     ROWS: tl.constexpr = SHARE.rows
-    if not S.prefetch:
+    if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, b.residual.dtype.element_ty)
     part = tl.program_id(0) % S.out.parts
     for j in tl.static_range(TILES):
@@ -151,7 +177,7 @@ def gate_and_up(b, f, w, layer, norm, gates, ups, S: tl.constexpr):
     TILES: tl.constexpr = SHARE.tiles
     ROWS: tl.constexpr = SHARE.rows
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
-    if not S.prefetch:
+    if S.prefetch == 0:
         gates = _tiles(f, layer, 1, SHARE, DTYPE)
         ups = _tiles(f, layer, 1, UP, DTYPE)
     x = _normed(b.second, b.residual, b.sums, w.num_tokens, norm, f.epsilon, w.num_tokens, S, S.out.parts)
@@ -174,7 +200,7 @@ def down(b, f, w, layer, weights, S: tl.constexpr):
     ROWS: tl.constexpr = SHARE.rows
     CHUNKS: tl.constexpr = SHARE.chunks
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
-    if not S.prefetch:
+    if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
     failed = tl.load(b.sync + _FAILED, cache_modifier=".cg")
     x = _activations(b.act, w.num_tokens, S)
