@@ -32,13 +32,15 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What may be chosen otherwise than `LayerStack.sizes` does. splits: of a row's context; out_parts: of the inputs
-    of the output product; None: by the number of programs."""
+    of the output product; None: by the number of programs. tensor_cores: products by them, or one token after the other
+    by the ordinary ones."""
 
     splits: int | None = None
     out_parts: int | None = None
     block_s: int = 64
     stages: int = 1
     prefetch: int = 0 if INTERPRETED else 2
+    tensor_cores: bool = True
 
 
 @dataclass(kw_only=True)
@@ -135,6 +137,8 @@ class LayerStack:
             head_norms=layer.head_norms is not None,
             indexed=indexed,
             prefetch=choices.prefetch,
+            tensor_cores=choices.tensor_cores,
+            warps=WARPS,
             # The interpreter multiplies the bits of bfloat16; there the same rounded numbers are taken as float32.
             dot=tl.float32 if INTERPRETED else _TRITON_TYPES[self._weight.dtype],
         )

@@ -164,15 +164,6 @@ def _attend_blocks(query, position, begin, stop, length, keys_ptr, values_ptr, s
 
 
 @triton.jit
-def _of_each_split(first_ptr, STEP: tl.constexpr, inside, SPLITS: tl.constexpr):
-    found = ()
-    for split in tl.static_range(SPLITS):
-        loaded = tl.load(first_ptr + split * STEP, mask=inside, other=0.0, cache_modifier=".cg")
-        found += (loaded,)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
 def combined(b, w, S: tl.constexpr):
     """This program's part of attention's output, added up over the splits: float32 [TOKENS, block]."""
     TOKENS: tl.constexpr = S.tokens
@@ -181,19 +172,15 @@ def combined(b, w, S: tl.constexpr):
     BLOCK: tl.constexpr = S.out.block
     PART: tl.constexpr = S.heads * S.dim // S.out.parts
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
-    inner = tl.arange(0, BLOCK)[None, :]
+    split, t, inner = (
+        tl.arange(0, SPLITS)[:, None, None],
+        tl.arange(0, TOKENS)[None, :, None],
+        tl.arange(0, BLOCK)[None, None, :],
+    )
     k = (tl.program_id(0) % S.out.parts) * PART + inner
-    t = tl.arange(0, TOKENS)[:, None]
     inside = (t < w.num_tokens) & (inner < PART)
-    place = (t * S.heads + k // D) * SPLITS
-    lse = _of_each_split(b.lse + place, 1, inside, SPLITS)
-    out = _of_each_split(b.out + place * D + k % D, D, inside, SPLITS)
-    top = lse[0]
-    for split in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, lse[split])
-    total, summed = tl.zeros_like(top), tl.zeros_like(top)
-    for split in tl.static_range(SPLITS):
-        weight = tl.exp2(lse[split] - top)
-        total += weight
-        summed += weight * out[split]
-    return (summed / total).to(DTYPE).to(tl.float32)
+    place = (t * S.heads + k // D) * SPLITS + split
+    lse = tl.load(b.lse + place, mask=inside, other=0.0, cache_modifier=".cg")
+    out = tl.load(b.out + place * D + k % D, mask=inside, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(lse - tl.max(lse, 0)[None])
+    return (tl.sum(weight * out, 0) / tl.sum(weight, 0)).to(DTYPE).to(tl.float32)

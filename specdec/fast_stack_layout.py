@@ -34,7 +34,8 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What the kernel is compiled for. stages: of the loop over a split's context; prefetch: 0 loads weights where they
-    are used, 1 ahead of the barrier before, 2 has them moved to the L2 cache two phases before, too."""
+    are used, 1 ahead of the barrier before, 2 has them moved to the L2 cache two phases before, too. tensor_cores:
+    whether they do the products. warps: of a program."""
 
     tokens: int
     hidden: int
@@ -54,6 +55,8 @@ class Sizes:
     head_norms: bool
     indexed: bool
     prefetch: int
+    tensor_cores: bool
+    warps: int
     dot: Any
 
 

@@ -44,18 +44,60 @@ def _first_row(j, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _times(x, tiles, j, t, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
-    """The product of token t's inputs, chunks of float32 [TOKENS, block], with tile j: float32 [R]."""
-    total = _products(x[0], tiles[j * CHUNKS], t, TOKENS)
-    for chunk in tl.static_range(1, CHUNKS):
-        total += _products(x[chunk], tiles[j * CHUNKS + chunk], t, TOKENS)
-    return tl.sum(total, 1)
+def _ready(x, CHUNKS: tl.constexpr, S: tl.constexpr):
+    """Inputs, chunks of float32 [TOKENS, block], as `_times` takes them. For the tensor cores: inputs shared out over
+    the warps, the tokens repeated up to 16 [WARPS, 16, block / WARPS]."""
+    TOKENS: tl.constexpr = S.tokens
+    DOT: tl.constexpr = S.dot
+    BLOCK: tl.constexpr = x[0].shape[1]
+    WARPS: tl.constexpr = S.warps if S.warps * 16 <= BLOCK else BLOCK // 16
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        if S.tensor_cores:
+            repeated = tl.broadcast_to(x[chunk].to(DOT)[None], [16 // TOKENS, TOKENS, BLOCK])
+            split = tl.reshape(repeated, [16, WARPS, BLOCK // WARPS])
+            chunks += (tl.permute(split, (1, 0, 2)),)  # type: ignore[assignment]
+        else:
+            chunks += (x[chunk],)  # type: ignore[assignment]
+    return chunks
+
+
+@triton.jit
+def _times(x, tiles, j, CHUNKS: tl.constexpr, S: tl.constexpr):
+    """The products of all tokens' inputs with tile j: float32 [16 or TOKENS, R]."""
+    ROWS: tl.constexpr = tiles[j * CHUNKS].shape[0]
+    if S.tensor_cores:
+        DOT: tl.constexpr = S.dot
+        WARPS: tl.constexpr = x[0].shape[0]
+        total = tl.zeros([WARPS, 16, ROWS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            split = tl.reshape(tiles[j * CHUNKS + chunk].to(DOT), [ROWS, WARPS, x[0].shape[2]])
+            total = tl.dot(x[chunk], tl.permute(split, (1, 2, 0)), total, input_precision="tf32x3")
+        out = tl.sum(total, 0)
+    else:
+        TOKENS: tl.constexpr = S.tokens
+        out = tl.zeros([TOKENS, ROWS], tl.float32)
+        for t in tl.static_range(TOKENS):
+            products = _products(x[0], tiles[j * CHUNKS], t, TOKENS)
+            for chunk in tl.static_range(1, CHUNKS):
+                products += _products(x[chunk], tiles[j * CHUNKS + chunk], t, TOKENS)
+            out = tl.where(tl.arange(0, TOKENS)[:, None] == t, tl.sum(products, 1)[None, :], out)
+    return out
 
 
 @triton.jit
 def _products(x_TK, weight_RK, t, TOKENS: tl.constexpr):
+    """Token t's inputs times each row of the weight, not yet added up."""
     x_K = tl.sum(tl.where(tl.arange(0, TOKENS)[:, None] == t, x_TK, 0.0), 0)
     return weight_RK.to(tl.float32) * x_K[None, :]
+
+
+@triton.jit
+def _store(out_ptr, y, first, N: tl.constexpr, S: tl.constexpr):
+    """Outputs [tokens, R] from `first` on in rows of N."""
+    t = tl.arange(0, y.shape[0])[:, None]
+    n = first + tl.arange(0, y.shape[1])[None, :]
+    tl.store(out_ptr + t * N + n, y.to(out_ptr.dtype.element_ty), mask=(t < S.tokens) & (n < N))
 
 
 @triton.jit
@@ -136,79 +178,64 @@ def norm_ahead(f, layer, COLUMN: tl.constexpr, S: tl.constexpr, DTYPE: tl.conste
 @triton.jit
 def project(b, f, w, layer, norm, weights, S: tl.constexpr):
     F: tl.constexpr = (S.heads + 2 * S.kv_heads) * S.dim
-    TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.qkv
     TILES: tl.constexpr = SHARE.tiles
-    ROWS: tl.constexpr = SHARE.rows
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
     x = _normed(b.residual, b.second, b.x, w.num_tokens * (layer > 0), norm, f.epsilon, w.num_tokens, S, 1)
+    x = _ready((x,), 1, S)
     for j in tl.static_range(TILES):
-        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
-        for t in tl.static_range(TOKENS):
-            y = _times((x,), weights, j, t, 1, TOKENS).to(DTYPE)
-            tl.store(b.qkv + t * F + n, y, mask=n < F)
+        _store(b.qkv, _times(x, weights, j, 1, S), _first_row(j, SHARE), F, S)
 
 
 @triton.jit
 def project_out(b, f, layer, x, weights, S: tl.constexpr):
     E: tl.constexpr = S.hidden
-    TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.out
     TILES: tl.constexpr = SHARE.tiles
-    ROWS: tl.constexpr = SHARE.rows
     if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, b.residual.dtype.element_ty)
     part = tl.program_id(0) % S.out.parts
+    x = _ready((x,), 1, S)
     for j in tl.static_range(TILES):
-        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
-        for t in tl.static_range(TOKENS):
-            y = _times((x,), weights, j, t, 1, TOKENS)
-            tl.store(b.sums + (part * TOKENS + t) * E + n, y, mask=n < E)
+        _store(b.sums + part * S.tokens * E, _times(x, weights, j, 1, S), _first_row(j, SHARE), E, S)
 
 
 @triton.jit
 def gate_and_up(b, f, w, layer, norm, gates, ups, S: tl.constexpr):
     WIDTH: tl.constexpr = S.width
-    TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.gate
     UP: tl.constexpr = S.up
     TILES: tl.constexpr = SHARE.tiles
-    ROWS: tl.constexpr = SHARE.rows
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     if S.prefetch == 0:
         gates = _tiles(f, layer, 1, SHARE, DTYPE)
         ups = _tiles(f, layer, 1, UP, DTYPE)
     x = _normed(b.second, b.residual, b.sums, w.num_tokens, norm, f.epsilon, w.num_tokens, S, S.out.parts)
+    x = _ready((x,), 1, S)
     for j in tl.static_range(TILES):
-        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
-        for t in tl.static_range(TOKENS):
-            gate = _times((x,), gates, j, t, 1, TOKENS).to(DTYPE).to(tl.float32)
-            up = _times((x,), ups, j, t, 1, TOKENS).to(DTYPE).to(tl.float32)
-            silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-            tl.store(b.act + t * WIDTH + n, (silu * up).to(DTYPE), mask=n < WIDTH)
+        gate = _times(x, gates, j, 1, S).to(DTYPE).to(tl.float32)
+        up = _times(x, ups, j, 1, S).to(DTYPE).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+        _store(b.act, silu * up, _first_row(j, SHARE), WIDTH, S)
 
 
 @triton.jit
 def down(b, f, w, layer, weights, S: tl.constexpr):
     """What a wait that was given up has spoilt becomes NaN here."""
     E: tl.constexpr = S.hidden
-    TOKENS: tl.constexpr = S.tokens
     SHARE: tl.constexpr = S.down
     TILES: tl.constexpr = SHARE.tiles
-    ROWS: tl.constexpr = SHARE.rows
     CHUNKS: tl.constexpr = SHARE.chunks
     DTYPE: tl.constexpr = b.residual.dtype.element_ty
     if S.prefetch == 0:
         weights = _tiles(f, layer, 1, SHARE, DTYPE)
     failed = tl.load(b.sync + _FAILED, cache_modifier=".cg")
-    x = _activations(b.act, w.num_tokens, S)
+    x = _ready(_activations(b.act, w.num_tokens, S), CHUNKS, S)
     for j in tl.static_range(TILES):
-        n = _first_row(j, SHARE) + tl.arange(0, ROWS)
-        for t in tl.static_range(TOKENS):
-            y = tl.where(failed == 0, _times(x, weights, j, t, CHUNKS, TOKENS), float("nan"))
-            tl.store(b.x + t * E + n, y.to(DTYPE), mask=n < E)
+        y = tl.where(failed == 0, _times(x, weights, j, CHUNKS, S), float("nan"))
+        _store(b.x, y, _first_row(j, SHARE), E, S)
 
 
 @triton.jit
