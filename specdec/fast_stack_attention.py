@@ -21,8 +21,8 @@ def _turn_ahead(f, w, layer, token, real, COLUMN: tl.constexpr, S: tl.constexpr,
     d = tl.arange(0, D)[None, :]
     angle = tl.load(w.positions + token, mask=real, other=0)[:, None] * D + d
     cosine = tl.load(f.cosine + angle, mask=real[:, None], other=0.0)
-    sine = tl.load(f.sine + angle, mask=real[:, None], other=0.0)
-    sine = tl.where(d < D // 2, sine, -sine)
+    sine = tl.load(f.sine + angle, mask=real[:, None], other=0.0).to(tl.float32)
+    sine = tl.where(d < D // 2, sine, -sine).to(DTYPE)
     weight, partner_weight = cosine, sine
     if S.head_norms:
         norm_ptr = address_of(f, layer, COLUMN, DTYPE)
