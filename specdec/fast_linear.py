@@ -3,9 +3,9 @@
 With at most 16 rows a product only reads its weight once, and what counts is how many reads are in flight. Split-K
 (Osama et al. 2023, "Stream-K", arXiv 2301.03598, section 3) lets SPLITS programs share the K of one block of N outputs.
 Each leaves its float32 sum; the one that arrives last, told by a counter a block, adds them up in the order of the
-splits, so the result does not depend on who was last, and sets the counter back for the next launch. The first of a
-program's weights are on their way to the L2 cache while the kernel before still runs (specdec.fast_kernels). A gated
-product, SiLU(x G^T) * (x U^T) of a weight that holds G above U, takes a row of each in turn: one program has both.
+splits, so the result does not depend on who was last, and sets the counter back for the next launch. Where a program's
+weights are a single block they are loaded while the kernel before still runs (specdec.fast_kernels). A gated product,
+SiLU(x G^T) * (x U^T) of a weight that holds G above U, takes a row of each in turn: one program has both.
 
 Which kernel a weight gets is timed, on a CUDA device only: a CUDA graph over all layers' weights of that shape, so
 that they come from memory as they do in a forward and not from the L2 cache. Shapes: M rows, K inputs, N outputs.
@@ -25,26 +25,11 @@ from specdec.fast_kernels import INTERPRETED, add_norm, early, let_next_start, s
 
 MAX_ROWS = 16
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_LINE_BYTES = 128
-_PREFETCHED = 512  # of each row of weights
 # What a candidate must gain over torch's product, which is chosen when in doubt.
 _WORTH_IT = 0.97
 
 
-@triton.jit
-def _prefetch(pointers):
-    """Have the lines of memory that hold these addresses brought to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _split_product(
     x_ptr,
     weight_ptr,
@@ -63,12 +48,10 @@ def _split_product(
     DOT: tl.constexpr,
     GATED: tl.constexpr,
     HELD: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program a block of outputs and a split of K. HELD: a split is one block, which is loaded before x is waited
-    for. LINE: weights in a line of memory; else LINES of each row are fetched early."""
+    for."""
     let_next_start(EARLY)
     block, split = tl.program_id(0), tl.program_id(1)
     m, n, k = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -85,9 +68,6 @@ def _split_product(
         x = tl.load(x_ptr + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
         total = tl.dot(x.to(DOT), weight.to(DOT), input_precision="tf32x3")
     else:
-        if EARLY:
-            line = tl.minimum(begin + LINE * tl.arange(0, LINES), K - 1)
-            _prefetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[None, :] * K + line[:, None])
         wait_for_last(EARLY)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(begin, stop, BLOCK_K):
@@ -120,13 +100,14 @@ def _split_product(
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How one launch cuts a product up."""
+    """How one launch cuts a product up, and whether it may start early (a long one gains nothing by that)."""
 
     block_n: int
     block_k: int
     splits: int
     warps: int
     stages: int
+    early: bool = True
 
     def scratch(self, N: int) -> tuple[int, int]:
         """(floats of partial sums, counters) that N outputs need."""
@@ -136,21 +117,24 @@ class Tiling:
 
 # The fewer the outputs, the more splits it takes to have enough programs; an output head has enough with one.
 _SPLIT_UP_TO = 65_536
-CANDIDATES = (
-    Tiling(block_n=16, block_k=256, splits=1, warps=4, stages=4),
-    Tiling(block_n=32, block_k=128, splits=1, warps=4, stages=5),
-    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=3),
-    Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=5),
-    Tiling(block_n=128, block_k=128, splits=1, warps=4, stages=3),
-    Tiling(block_n=32, block_k=128, splits=2, warps=4, stages=5),
-    Tiling(block_n=32, block_k=128, splits=4, warps=4, stages=3),
-    Tiling(block_n=32, block_k=128, splits=8, warps=4, stages=3),
-    Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=4),
+CANDIDATES = tuple(
+    Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=stages, early=early)
+    for block_n, block_k, splits, stages in (
+        (32, 128, 1, 5),
+        (64, 128, 1, 3),
+        (64, 128, 1, 5),
+        (64, 256, 1, 3),
+        (128, 128, 1, 3),
+        (32, 128, 2, 5),
+        (32, 128, 4, 3),
+        (64, 128, 4, 4),
+    )
+    for early in (True, False)
 )
 
 
 # Of outputs by inputs that a program holds at once, and how many programs a multiprocessor then takes.
-_HELD_BLOCKS = ((16, 256), (16, 512), (16, 1024), (32, 256), (32, 512), (32, 1024))
+_HELD_BLOCKS = ((16, 256), (16, 512), (32, 256), (32, 512))
 _HELD_PROGRAMS = 64, 4 * 132
 
 
@@ -212,7 +196,6 @@ def split_product(
     reserved."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     out_MN = x_MK.new_empty(M, N // 2 if gated else N)
-    line = _LINE_BYTES // weight_NK.element_size()
     _split_product[(triton.cdiv(N, tiling.block_n), tiling.splits)](
         x_MK,
         weight_NK,
@@ -232,11 +215,9 @@ def split_product(
         DOT=tl.float32 if INTERPRETED else _TRITON_TYPES[x_MK.dtype],
         GATED=gated,
         HELD=tiling.splits * tiling.block_k >= K,
-        LINE=line,
-        LINES=_PREFETCHED // line,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        **early(x_MK.device),
+        **(early(x_MK.device) if tiling.early else {"EARLY": False}),
     )
     return out_MN
 

@@ -161,10 +161,10 @@ def test_greedy_texts_are_those_of_the_eager_engine(kernel_device, family) -> No
     prompts = [[(5 * i + 11 * n + 3) % VOCAB for i in range(3 + 9 * n)] for n in range(3)]
     requests = [Request(prompt_ids=p, params=SamplingParams(temperature=0.0, max_tokens=6)) for p in prompts]
     texts, accepted = [], []
-    with_graphs = [{"fast": True, "graphs": True}] if kernel_device == "cuda" else []
-    for options in [{}, {"fast": True}, *with_graphs]:
-        engine = Engine(target, draft, k=3, num_slots=2, capacity=64, **options)
-        assert engine._target.reads_live_only == engine._drafter.model.reads_live_only == bool(options)
+    variants = [(False, False), (True, False)] + ([(True, True)] if kernel_device == "cuda" else [])
+    for fast, graphs in variants:
+        engine = Engine(target, draft, k=3, num_slots=2, capacity=64, fast=fast, graphs=graphs)
+        assert engine._target.reads_live_only == engine._drafter.model.reads_live_only == fast
         texts.append([done.token_ids for done in engine.generate(requests)])
         accepted.append(sum(engine.stats.accepted))
         assert engine.captured is None or engine.captured.failed is None
