@@ -61,21 +61,10 @@ def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positi
     try:
         with torch.cuda.device_of(next(module.parameters())):  # Triton launches on the current device
             decoder = FastDecoder(module, windows=windows, num_positions=max(num_positions, _CHECK_CAPACITY))
-            _check_stack(module, shapes, decoder)
             _check_deviation(module, shapes, decoder)
     except TritonError as error:
         raise ValueError(f"a kernel cannot be built here ({type(error).__name__}: {error})") from error
     return decoder
-
-
-def _check_stack(module: Any, shapes: dict[int, tuple[int, int]], decoder: "FastDecoder") -> None:
-    """The layers in one launch are used only where they compute what the eager forward does."""
-    if decoder.stack is not None:
-        try:
-            _check_deviation(module, shapes, decoder)
-        except ValueError as error:
-            logger.warning("layers in launches of their own: in one launch %s", error)
-            decoder.stack = None
 
 
 @dataclass(kw_only=True)

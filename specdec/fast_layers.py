@@ -18,8 +18,6 @@ from torch.nn import functional
 from specdec.fast_attention import attend
 from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store
 from specdec.fast_linear import Choices, Product, Scratch, choose_tilings, graph_seconds
-from specdec.fast_stack import LayerStack
-from specdec.fast_stack_choice import choose_stack
 from specdec.kvcache import Plan, RaggedCache
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -92,7 +90,6 @@ class FastDecoder:
         _check_supported(module)
         inner, device = module.model, module.device
         scratch = Scratch(device)
-        self.stack: LayerStack | None = None
         with torch.inference_mode(False), torch.no_grad():  # parameters may be trained later
             used = inner.layers[: len(windows)]
             self.layers = [Layer.of(m, window, scratch) for m, window in zip(used, windows, strict=True)]
@@ -106,7 +103,6 @@ class FastDecoder:
             if device.type == "cuda" and not INTERPRETED:
                 products = [*(p for layer in self.layers for p in layer.products), self.head]
                 choose_tilings(products, graph_seconds, _TILINGS)
-                self.stack = choose_stack(self, graph_seconds)
 
     def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
@@ -118,24 +114,15 @@ class FastDecoder:
         """The last `keep` columns after `num_layers` layers [B * keep, E]: normalised after the last one only."""
         q = tokens_Bq.shape[1]
         residual_TE = functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
-        if self.stack is not None and len(residual_TE) <= self.stack.max_tokens:
-            x_TE = self.stack(residual_TE, cache, plan, num_layers)
-        else:
-            x_TE = self._one_by_one(residual_TE, cache, plan, num_layers)
-        if num_layers < len(self.layers):
-            return (residual_TE + x_TE).view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
-        return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
-
-    def _one_by_one(self, residual_TE: Tensor, cache: RaggedCache, plan: Plan, num_layers: int) -> Tensor:
-        """Each layer in launches of its own; what the last one adds to `residual_TE`, which is changed in place."""
         x_TE = None
         for layer in self.layers[:num_layers]:
             x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
             x_TE = layer.out(self._attention(layer, x_TE, cache, plan))
             x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
             x_TE = layer.down(layer.gate_up(x_TE))
-        assert x_TE is not None, "no layers"
-        return x_TE
+        if num_layers < len(self.layers):
+            return (residual_TE + x_TE).view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
+        return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
 
     def _attention(self, layer: Layer, x_TE: Tensor, cache: RaggedCache, plan: Plan) -> Tensor:
         B, q = plan.positions_Bq.shape

@@ -21,9 +21,7 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_layers import Layer, Norm
-from specdec.fast_linear import Product, Scratch, candidates, split_product
-from specdec.fast_stack import LayerStack
+from specdec.fast_linear import Scratch, candidates, split_product
 from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
 from specdec.state import RowState
@@ -120,37 +118,6 @@ def rounds(dtype: torch.dtype) -> None:
     fast_steps.commit(state, state.quota_B, proposal, bad, chosen=state.quota_B, accepted_B=state.quota_B)
 
 
-def layers_in_one_launch(dtype: torch.dtype) -> None:
-    """Those of Qwen3-0.6B, for one token, for two, and for rows given by their index."""
-
-    def norm(width: int) -> Norm:
-        return Norm(weight_E=torch.empty(width, dtype=dtype), epsilon=1e-6)
-
-    def product(outputs: int, inputs: int) -> Product:
-        weight = torch.empty(outputs, inputs, dtype=dtype)
-        return Product(weight_NK=weight, bias_N=None, scratch=Scratch(torch.device("cpu")))
-
-    layer = Layer(
-        index=0,
-        qkv=product(4096, 1024),
-        out=product(1024, 2048),
-        gate_up=product(6144, 1024),
-        down=product(1024, 3072),
-        input_norm=norm(1024),
-        mlp_norm=norm(1024),
-        head_norms=(norm(128), norm(128)),
-        scale=0.1,
-        window=None,
-    )
-    angles_CD = torch.zeros(1024, 128, dtype=dtype), torch.zeros(1024, 128, dtype=dtype)
-    stack = LayerStack(layers=[layer], angles_CD=angles_CD, programs=132)
-    cache = RaggedCache({0: (8, 128)}, num_rows=4, capacity=1024, dtype=dtype)
-    for q, rows in ((1, slice(0, 1)), (2, slice(0, 1)), (1, torch.tensor([3, 1]))):
-        start_B = torch.tensor([700, 900])[: 1 if isinstance(rows, slice) else 2]
-        plan = cache.plan(start_B, torch.full_like(start_B, q), q, rows, None)
-        stack(torch.empty(len(start_B) * q, 1024, dtype=dtype), cache, plan, 1)
-
-
 def main() -> None:
     found = compile_instead_of_launching()
     fast_kernels.starts_early = lambda device: True  # as on that GPU
@@ -158,7 +125,6 @@ def main() -> None:
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)
     rounds(torch.bfloat16)
-    layers_in_one_launch(torch.bfloat16)
     print(json.dumps({name: list(variants.values()) for name, variants in found.items()}))
 
 

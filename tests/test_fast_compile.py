@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 SHARED_BYTES = 227 * 1024  # of a multiprocessor
 KERNELS = {"_add_norm", "_silu_mul", "_rotate_and_store", "_attend_split", "_combine", "_split_product"}
 KERNELS |= {"_uniforms", "_place", "_largest_of_part", "_largest", "_begin_drafts", "_next_draft", "_note_draft"}
-KERNELS |= {"_verify_inputs", "_commit", "_stack"}
+KERNELS |= {"_verify_inputs", "_commit"}
 
 
 @pytest.mark.slow
@@ -25,6 +25,5 @@ def test_kernels_compile_for_a_hopper_gpu() -> None:
     assert set(found) == KERNELS
     for name, variants in found.items():
         for used in variants:
-            # More: registers spilled to memory. The one launch of all layers keeps addresses there between its phases.
-            assert used["stack_bytes"] < (512 if name == "_stack" else 128), (name, used)
+            assert used["stack_bytes"] < 128, (name, used)  # more: registers spilled to memory
             assert used["shared_bytes"] <= SHARED_BYTES, (name, used)
