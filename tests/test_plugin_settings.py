@@ -19,7 +19,7 @@ def test_defaults_follow_num_speculative_tokens() -> None:
 
 def test_the_own_draft_sees_everything_or_a_window() -> None:
     own = read_settings({"specdec": {"draft": "own"}}, 6)
-    assert (own.draft, own.window, own.fast) == ("own", 0, False)
+    assert (own.draft, own.window, own.fast) == ("own", 0, None)
     assert read_settings({"specdec": {"draft": "own", "fast": True}}, 6).fast
     seeing = read_settings({"specdec": {"draft": "own", "window": 64}}, 6)
     assert (seeing.window, seeing.sinks) == (64, 4)

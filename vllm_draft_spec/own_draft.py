@@ -72,7 +72,7 @@ class OwnDraft:
     """A drafter's model and cache for `num_slots` requests of up to `max_tokens` tokens each, `k_max` drafts at a time.
 
     graphs: draft steps are replayed as CUDA graphs (specdec.graphs), each made when it is first needed. fast: the
-    forward of specdec.fast, where that can be used."""
+    forward of specdec.fast, where that can be used; None: on a GPU."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class OwnDraft:
         k_max: int,
         window: Window | None = None,
         graphs: bool = False,
-        fast: bool = False,
+        fast: bool | None = None,
     ) -> None:
         drafter.build(target_size, num_slots, max_tokens, window, fast=fast)
         # No target here: of a round only its drafts are made.

@@ -24,8 +24,8 @@ class Settings:
     has faded to 1/e. exploration: share of the time that rounds beside the best length may lose. log_interval_s:
     seconds between two lines in the log, 0 for none. draft: who runs the draft model, vllm or own (docs/vllm.md).
     window: latest tokens that the own draft attends to; 0: all of them. sinks: first tokens that it attends to
-    besides. fast: the own draft's forward by specdec.fast, where that can be used. verify_graphs: each of the
-    target's steps in one CUDA graph whatever the draft length, where that can be."""
+    besides. fast: the own draft's forward by specdec.fast; None: on a GPU, where that can be used. verify_graphs: each
+    of the target's steps in one CUDA graph whatever the draft length, where that can be."""
 
     controller: str = "adaptive"
     k_max: int
@@ -36,7 +36,7 @@ class Settings:
     draft: str = "vllm"
     window: int = 0
     sinks: int = 4
-    fast: bool = False
+    fast: bool | None = None
     verify_graphs: bool = True
 
     def make_controller(self) -> Controller:
@@ -80,7 +80,7 @@ def read_settings(additional_config: object, num_speculative_tokens: int) -> Set
         draft=draft,
         window=_tokens(given, "window", lowest=1),
         sinks=_tokens(given, "sinks", lowest=0),
-        fast=_flag(given, "fast"),
+        fast=_flag(given, "fast") if "fast" in given else None,
         verify_graphs=_flag(given, "verify_graphs"),
     )
 
