@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import compiles_for
 from specdec.kvcache import Plan, RaggedCache
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positi
 
     if module.device.type != "cuda" and not INTERPRETED:
         raise ValueError(f"it is on a {module.device.type}, and the kernels run on a CUDA device")
+    if not INTERPRETED and not compiles_for(module.device):
+        raise ValueError("Triton does not work here")
     windows = _windows(module, shapes)
     try:
         with torch.cuda.device_of(next(module.parameters())):  # Triton launches on the current device

@@ -40,6 +40,19 @@ class off:
         kernels.round_kernels.cache_clear()
 
 
+def test_where_triton_does_not_work_torch_goes_on(monkeypatch, caplog) -> None:
+    """As on a node without a C compiler."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr("specdec.fast_kernels.INTERPRETED", False)
+    monkeypatch.setattr(fast_round, "uniforms", broken)
+    caplog.set_level("INFO")
+    assert not kernels.compiles_for.__wrapped__(torch.device("cuda"))
+    assert "no Triton kernels on cuda" in caplog.text
+
+
 def test_uniforms(used) -> None:
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (7,), generator=generator).to(used)
