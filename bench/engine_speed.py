@@ -21,23 +21,20 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import engine_beside, speed_gate
+from bench.cell_rows import CellRows
 from bench.engine_cells import VARIANTS, Cell, Sizes, ordered
 from bench.engine_rounds import SpeedEngine
 from bench.engine_steps import measure_steps
 from bench.profile_cell import copy_gb_per_s
 from bench.report_data import is_number
 from bench.shapes import Pair, config_of, random_pair
-from pipeline.results import read_result, write_result
 
-STAGE = "engine_speed"
 FAULT = "ended with"  # what a row says of a cell that no ValueError ended
 TINY: Mapping[str, Any] = {
     "batches": (1, 2),
@@ -58,40 +55,13 @@ def variants_here(device: str) -> list[str]:
     return list(reversed(VARIANTS)) if device == "cuda" else ["eager"]
 
 
-@dataclass
-class Rows:
-    """What has been measured, by the name of its cell, on disk after every row."""
+class Rows(CellRows):
+    stage = "engine_speed"
 
-    out: Path
-    run: str
-    obstacle: str | None
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-
-    def __post_init__(self) -> None:
-        if self.out.exists():
-            earlier = read_result(self.out)
-            if (earlier["stage"], earlier["run"]) != (STAGE, self.run):
-                raise ValueError(
-                    f"{self.out} holds {earlier['stage']} of {earlier['run']}, not {STAGE} of {self.run}; "
-                    "name another file with --out"
-                )
-            self.started = earlier["started"]
-            self.rows = {row["cell"]: row for row in earlier["rows"] if "cell" in row}
-
-    def missing(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those without a row, then those whose row says that they were not run."""
-        failed = [cell for cell in cells if "not_run" in self.rows.get(cell.name, {})]
-        return [cell for cell in cells if cell.name not in self.rows] + failed
-
-    def add(self, cell: Cell, row: Mapping[str, Any]) -> None:
-        self.rows[cell.name] = {"cell": cell.name, **row}
+    def judged(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         found = with_speedups(self.rows.values())
         judged = speed_gate.g5(speed_gate.best_variant(found), self.obstacle)
-        gates = {"G5": judged["gate"]}
-        write_result(
-            self.out, stage=STAGE, run=self.run, rows=found + judged["rows"], gates=gates, started=self.started
-        )
+        return found + judged["rows"], {"G5": judged["gate"]}
 
 
 def with_speedups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,60 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import vllm_speed_gate
+from bench.cell_rows import CellRows
 from bench.report_data import is_number
 from bench.serving_metrics import memory
 from bench.serving_rows import FOLDERS
 from bench.vllm_methods import Cell
-from pipeline.results import read_result, write_result
 
-STAGE = "vllm_speed"
 REASON_LENGTH = 900
 _CAPTURE = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
 _WHOLE = re.compile(r"(\d+) CUDA graphs of the target's step, .* made in ([\d.]+) s, (-?[\d.]+) GiB")
 _OWN = re.compile(r"own draft .*: weights ([\d.]+) GiB, cache ([\d.]+) GiB")
 
 
-@dataclass
-class Rows:
-    """What has been measured, by the name of its cell, on disk after every row."""
+class Rows(CellRows):
+    stage = "vllm_speed"
 
-    out: Path
-    run: str
-    obstacle: str | None
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-
-    def __post_init__(self) -> None:
-        if self.out.exists():
-            earlier = read_result(self.out)
-            if (earlier["stage"], earlier["run"]) != (STAGE, self.run):
-                raise ValueError(
-                    f"{self.out} holds {earlier['stage']} of {earlier['run']}, not {STAGE} of {self.run}; "
-                    "name another file with --out"
-                )
-            self.started = earlier["started"]
-            self.rows = {row["cell"]: row for row in earlier["rows"] if "cell" in row}
-
-    def failed(self, cell: Cell) -> bool:
-        return "not_run" in self.rows.get(cell.name, {})
-
-    def missing(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those without a row, then those whose row says that they were not run."""
-        return [cell for cell in cells if cell.name not in self.rows] + [cell for cell in cells if self.failed(cell)]
-
-    def add(self, cell: Cell, row: Mapping[str, Any]) -> None:
-        self.rows[cell.name] = {"cell": cell.name, **row}
+    def judged(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         found = vllm_speed_gate.with_speedups(self.rows.values())
         judged = vllm_speed_gate.g6(found, self.obstacle)
-        gates, rows = {"G6": judged["gate"]}, found + judged["rows"]
-        write_result(self.out, stage=STAGE, run=self.run, rows=rows, gates=gates, started=self.started)
+        return found + judged["rows"], {"G6": judged["gate"]}
 
 
 def told(log: Path) -> dict[str, Any]:
