@@ -214,7 +214,7 @@ LAW = (
         "after a rejection the target reads one token that is not there, and all positions shift",
         (
             rounds.score,
-            "target.cache.plan(lengths_B - 1,",
+            "target.cache.plan(start_B,",
             "target.cache.plan(target.cache.lengths_B[: len(lengths_B)].clone(),",
         ),
         (rounds.score, "slice(0, len(lengths_B)), live)", "slice(0, len(lengths_B)), None)"),
