@@ -245,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
+    for folder in filter(None, (args.target, args.draft)):
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder} holds no config.json; expected a model's folder, as transformers saves one")
     if args.new_tokens < 1:
         parser.error(f"--new-tokens is {args.new_tokens}; expected a whole number from 1 on")
     started = datetime.now(UTC).isoformat(timespec="seconds")

@@ -96,6 +96,12 @@ def test_arguments(tmp_path: Path) -> None:
             main(["--out", str(tmp_path / "x.json"), *wrong])
 
 
+def test_a_folder_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--target", str(tmp_path), "--draft", str(tmp_path), "--out", str(tmp_path / "out.json")])
+    assert f"{tmp_path} holds no config.json; expected a model's folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_real_vllm_writes_the_same_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
