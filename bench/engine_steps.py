@@ -16,7 +16,7 @@ import torch
 
 from bench.engine_cells import Cell, Sizes
 from bench.engine_rounds import check_captured, engine_of, models_of, random_requests
-from bench.memory import GIB, kv_bytes_per_token
+from bench.memory import GIB, kv_bytes_by_config, kv_bytes_per_token
 from bench.profile_cell import weight_bytes
 from bench.shapes import Pair
 from specdec import Engine, RoundStats
@@ -72,7 +72,7 @@ def measure_steps(pair: Pair, cell: Cell, sizes: Sizes, copy_gb_per_s: float) ->
 
 def check_room(pair: Pair, batch: int, capacity: int) -> None:
     """ValueError when both caches and weights are more than the device's memory holds."""
-    per_token = sum(_kv_bytes(model.config, model.dtype) for model in (pair.target, pair.draft))
+    per_token = sum(kv_bytes_by_config(model.config, model.dtype) for model in (pair.target, pair.draft))
     weights = sum(p.nbytes for model in (pair.target, pair.draft) for p in model.parameters())
     needed = batch * capacity * per_token + weights
     if pair.device.type == "cuda":
@@ -81,10 +81,6 @@ def check_room(pair: Pair, batch: int, capacity: int) -> None:
             raise ValueError(f"caches and weights take {needed / GIB:.0f} GiB of {total / GIB:.0f}")
     if capacity > pair.target.config.max_position_embeddings:
         raise ValueError(f"the target is built for {pair.target.config.max_position_embeddings} tokens")
-
-
-def _kv_bytes(config: Any, dtype: torch.dtype) -> int:
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 @torch.inference_mode()

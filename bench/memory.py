@@ -54,6 +54,12 @@ def kv_bytes_per_token(model: CachedModel) -> int:
     return sum(t.nbytes // (t.shape[0] * t.shape[2]) for pair in model.cache.layers.values() for t in pair)
 
 
+def kv_bytes_by_config(config: Any, dtype: torch.dtype) -> int:
+    """The same for a model that is not loaded."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize)
+
+
 def _start(device: torch.device) -> int | None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

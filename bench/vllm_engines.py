@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from bench.memory import GIB, kv_bytes_by_config
 from bench.serving_drafts import eagle_config
 from bench.serving_methods import CHECKOUT, CPU_SETTINGS, SWITCH, record_of_checkout
 from bench.shapes import config_of, random_model
 from bench.tiny_models import noisy_copy, tiny_model
 from bench.vllm_methods import DRAFT, HEAD, Method, Sizes
 
-GIB = 1 << 30
 SHARE = 0.03  # of the GPU: what vLLM asks to be free when it starts, and nothing else
 PREFILL_TOKENS = 8192  # most tokens of a step; bounds the activations of each engine
 BLOCK, CPU_BLOCK = 16, 32  # tokens of a KV block; the CPU's attention takes no smaller one
@@ -89,7 +89,7 @@ def random_models(shapes: Path, target: str, draft: str, folder: Path) -> Models
     return Models(
         folders=folders,
         weights={role: _weight_bytes(config) for role, config in every.items()},
-        kv={role: _kv_bytes(config) for role, config in every.items()},
+        kv={role: kv_bytes_by_config(config, torch.bfloat16) for role, config in every.items()},
         vocab=configs[""].vocab_size,
         on_gpu=True,
         names={"target": target, "draft": draft, "dtype": "bfloat16", "weights": "random"},
@@ -105,11 +105,6 @@ def _written(folder: Path, values: Mapping[str, Any]) -> str:
 def _weight_bytes(config: Any) -> int:
     module = random_model(config, "meta", torch.bfloat16, 0)
     return sum(weight.nbytes for weight in module.parameters())
-
-
-def _kv_bytes(config: Any) -> int:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * torch.bfloat16.itemsize
 
 
 def tiny_models(folder: Path) -> Models:
@@ -144,24 +139,15 @@ def job(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
 
 def arguments(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
     """Of vLLM's LLM."""
-    given: dict[str, Any] = {
-        "model": models.folders[""],
-        "skip_tokenizer_init": True,
-        "dtype": models.names["dtype"],
-        "seed": 0,
-        "max_model_len": longest(sizes),
-        "max_num_seqs": max(sizes.batches),
-        "enable_prefix_caching": False,
-    }
+    given = shared_arguments(
+        models.folders[""],
+        models.names["dtype"],
+        longest=longest(sizes),
+        rows=max(sizes.batches),
+        pool_bytes=models.pool_bytes(method, sizes) if models.on_gpu else None,
+    )
     if models.on_gpu:
-        given |= {
-            "load_format": "dummy",
-            "max_num_batched_tokens": PREFILL_TOKENS,
-            "gpu_memory_utilization": SHARE,
-            "kv_cache_memory_bytes": models.pool_bytes(method, sizes),
-        }
-    else:
-        given |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        given |= {"load_format": "dummy", "max_num_batched_tokens": PREFILL_TOKENS}
     if method.async_scheduling is not None:
         given["async_scheduling"] = method.async_scheduling
     if method.speculative:
@@ -169,6 +155,24 @@ def arguments(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
     if method.plugin is not None:
         given["additional_config"] = {"specdec": dict(method.plugin)}
     return given
+
+
+def shared_arguments(model: str, dtype: str, *, longest: int, rows: int, pool_bytes: int | None) -> dict[str, Any]:
+    """Of vLLM's LLM, for an engine beside others. pool_bytes: of its KV cache on a GPU; None on a CPU."""
+    if pool_bytes is None:
+        place: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK}
+    else:
+        place = {"gpu_memory_utilization": SHARE, "kv_cache_memory_bytes": pool_bytes}
+    return {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "seed": 0,
+        "max_model_len": longest,
+        "max_num_seqs": rows,
+        "enable_prefix_caching": False,
+        **place,
+    }
 
 
 def _speculative(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from typing import Any
 import pandas as pd
 import torch
 
+from bench.memory import GIB
 from bench.serving_checks import LOGPROBS, TIE, compare, parting
 from bench.tiny_models import noisy_copy, tiny_model
-from bench.vllm_engines import CPU_BLOCK, GIB, SHARE, environment
+from bench.vllm_engines import environment, shared_arguments
 from bench.vllm_methods import DRAFT, OWN, Method
 from bench.vllm_speed_rows import short
 from bench.vllm_turns import START_S, Wave, Worker, WorkerError
@@ -187,19 +188,13 @@ class Identity:
         return {"method": name, "dtype": dtype, "not_run": short(str(error))}
 
     def _job(self, method: Method, dtype: str) -> dict[str, Any]:
-        given: dict[str, Any] = {
-            "model": str(self.target.resolve()),
-            "skip_tokenizer_init": True,
-            "dtype": dtype,
-            "seed": 0,
-            "max_model_len": max(map(len, self.prompts)) + self.tokens + 4 * K_MAX,
-            "max_num_seqs": len(self.prompts),
-            "enable_prefix_caching": False,
-        }
-        if self.on_gpu:
-            given |= {"gpu_memory_utilization": SHARE, "kv_cache_memory_bytes": POOL_GIB * GIB}
-        else:
-            given |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        given = shared_arguments(
+            str(self.target.resolve()),
+            dtype,
+            longest=max(map(len, self.prompts)) + self.tokens + 4 * K_MAX,
+            rows=len(self.prompts),
+            pool_bytes=POOL_GIB * GIB if self.on_gpu else None,
+        )
         if method.plugin is not None:
             model = self.drafts[method.name]
             given["speculative_config"] = {**method.speculative, "model": model, "num_speculative_tokens": method.k}

@@ -133,7 +133,8 @@ CANDIDATES = tuple(
 )
 
 
-# Of outputs by inputs that a program holds at once, and how many programs a multiprocessor then takes.
+# Outputs by inputs that a program holds at once, and the fewest and most programs: a GPU of 132 multiprocessors has to
+# have all of them at once, or the later ones load nothing ahead.
 _HELD_BLOCKS = ((16, 256), (16, 512), (32, 256), (32, 512))
 _HELD_PROGRAMS = 64, 4 * 132
 

@@ -1,6 +1,7 @@
 """The kernels of a round against the torch code that they stand in for, to the bit; whole engines with both."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,16 +28,17 @@ def used(kernel_device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     kernels.round_kernels.cache_clear()
 
 
-class off:
-    """In the block the torch code runs."""
-
-    def __enter__(self) -> None:
-        self.before = kernels.compiles_for
+@contextmanager
+def off(wanted: bool = True) -> Iterator[None]:
+    """In the block the torch code runs, if that is wanted."""
+    before = kernels.compiles_for
+    if wanted:
         kernels.compiles_for = lambda device: False
         kernels.round_kernels.cache_clear()
-
-    def __exit__(self, *error: object) -> None:
-        kernels.compiles_for = self.before
+    try:
+        yield
+    finally:
+        kernels.compiles_for = before
         kernels.round_kernels.cache_clear()
 
 
@@ -77,10 +79,7 @@ def test_places_in_the_cache(used) -> None:
             count = rows.stop - rows.start
             start = torch.tensor([-2, -1, 0, 12, 27, 29][:count], device=used)
             new = torch.tensor([q, q, 0, 1, q, q][:count], device=used)
-            if torch_code:
-                with off():
-                    plans.append(cache.plan(start, new, q, rows, 33))
-            else:
+            with off(torch_code):
                 plans.append(cache.plan(start, new, q, rows, 33))
             lengths.append(cache.lengths_B)
         ours, reference = plans
@@ -153,10 +152,7 @@ def test_an_engine_gives_the_same_rounds(used, sampled, monkeypatch) -> None:
     found = []
     for torch_code in (False, True):
         seen: list = []
-        if torch_code:
-            with off():
-                outputs = engine_with(used, seen).generate(requests)
-        else:
+        with off(torch_code):
             outputs = engine_with(used, seen).generate(requests)
         rounds = [(stats.k, stats.tokens, stats.acceptance) for stats in seen]
         found.append(([(o.token_ids, o.finish_reason) for o in outputs], rounds))
@@ -183,10 +179,7 @@ def test_draft_steps_leave_the_same_buffers(used, min_confidence, sampled) -> No
             buffers.need_law(torch.float32)
         features = Features(all_greedy=not sampled)
         steps = DraftSteps(drafter=drafter, buffers=buffers, state=state.head(4), features=features, live=None)
-        if torch_code:
-            with off():
-                run_steps(steps)
-        else:
+        with off(torch_code):
             run_steps(steps)
         found.append(buffers)
     ours, reference = found
@@ -265,10 +258,7 @@ def test_every_outcome_of_a_round_is_committed_alike(used) -> None:
             target.cache = Target()
             target.cache.lengths_B = copied.lengths_B + k
             features = Features(all_greedy=True)
-            if torch_code:
-                with off():
-                    report = decide(copied, target, proposal, logits.clone(), features)
-            else:
+            with off(torch_code):
                 report = decide(copied, target, proposal, logits.clone(), features)
             results.append((report, copied, target.cache.lengths_B))
         (ours, mine, cached), (reference, expected, expected_cached) = results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ ANCHORS = (
 )
 
 
-class PluginDrafter(DraftModelProposer):
+class PluginDrafter(DraftModelProposer, ABC):
     """In the place of vLLM's DraftModelProposer, which the runner makes and asks for with isinstance. fed_tokens: what
     the draft was fed in this step besides the usual, over all rows, because it had missed it. captured: a CUDA graph
     was made in this step, so that its time says nothing."""
@@ -52,9 +53,9 @@ class PluginDrafter(DraftModelProposer):
         drafter: PluginDrafter = object.__new__(chosen)
         return drafter
 
+    @abstractmethod
     def before_step(self, scheduler_output: Any) -> None:
         """Called before the runner takes this step's requests in and lets the finished ones go."""
-        raise NotImplementedError
 
     def _say_if_shorter(self) -> int:
         """Tokens up to which the draft can draft."""
