@@ -44,9 +44,15 @@ def wait_for_last(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _weighted(values, scale, weight, DTYPE: tl.constexpr):
+def weighted(values, scale, weight, DTYPE: tl.constexpr):
     """values * scale * weight, rounded before and after the weight."""
     return ((values * scale).to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def kept_token(row, q, keep):
+    """The token of a kept one: rows of q tokens each have their last `keep` kept."""
+    return (row // keep) * q + (q - keep) + row % keep
 
 
 @triton.jit
@@ -69,7 +75,7 @@ def _add_norm(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     let_next_start(EARLY)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    token = (row // keep) * q + (q - keep) + row % keep
+    token = kept_token(row, q, keep)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < width)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
@@ -80,7 +86,7 @@ def _add_norm(
         tl.store(residual_ptr + token * width + column, values.to(DTYPE), mask=inside)
         values = values.to(DTYPE).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / width + epsilon)[:, None]
-    tl.store(out_ptr + row * width + column, _weighted(values, scale, weight, DTYPE).to(DTYPE), mask=inside)
+    tl.store(out_ptr + row * width + column, weighted(values, scale, weight, DTYPE).to(DTYPE), mask=inside)
 
 
 @triton.jit
@@ -151,8 +157,8 @@ def _rotate_and_store(
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + epsilon)[:, None]
         weight_ptr = tl.where(is_query, query_weight_ptr, key_weight_ptr) + half
-        low = tl.where(is_value, low, _weighted(low, scale, tl.load(weight_ptr), DTYPE))
-        high = tl.where(is_value, high, _weighted(high, scale, tl.load(weight_ptr + HALF), DTYPE))
+        low = tl.where(is_value, low, weighted(low, scale, tl.load(weight_ptr), DTYPE))
+        high = tl.where(is_value, high, weighted(high, scale, tl.load(weight_ptr + HALF), DTYPE))
     angle = tl.load(positions_ptr + token, mask=real, other=0) * D + half
     cosine, sine = tl.load(cosine_ptr + angle).to(tl.float32), tl.load(sine_ptr + angle).to(tl.float32)
     turned_low, turned_high = _rotated(low, high, cosine, sine, DTYPE), _rotated(high, low, cosine, -sine, DTYPE)
@@ -198,7 +204,7 @@ def add_norm(
     T, E = residual_TE.shape
     out_NE = residual_TE.new_empty(T // q * keep, E)
     block = triton.next_power_of_2(E)
-    rows = _rows_a_program(len(out_NE))
+    rows = rows_a_program(len(out_NE))
     _add_norm[(triton.cdiv(len(out_NE), rows),)](
         residual_TE if x_TE is None else x_TE,
         residual_TE,
@@ -222,7 +228,7 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     """SiLU of the first half of each row times its second half: [T, 2 I] -> [T, I]."""
     T, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
     out_TI = gate_up_TJ.new_empty(T, width)
-    rows = _rows_a_program(T)
+    rows = rows_a_program(T)
     grid = (triton.cdiv(T, rows), triton.cdiv(width, _SILU_BLOCK))
     _silu_mul[grid](gate_up_TJ, out_TI, T, width, ROWS=rows, BLOCK=_SILU_BLOCK, num_warps=4, **early(out_TI.device))
     return out_TI
@@ -247,7 +253,7 @@ def rotate_and_store(
     first, rows_B = row_offset(plan)
     query_D, key_D = norms_D or (qkv_TF, qkv_TF)
     num_items = len(qkv_TF) * heads
-    items = _rows_a_program(num_items, on_gpu=4)
+    items = rows_a_program(num_items, on_gpu=4)
     _rotate_and_store[(triton.cdiv(num_items, items),)](
         qkv_TF,
         query_D,
@@ -275,7 +281,7 @@ def rotate_and_store(
     )
 
 
-def _rows_a_program(rows: int, on_gpu: int = 1) -> int:
+def rows_a_program(rows: int, on_gpu: int = 1) -> int:
     """The interpreter runs one program after the other, milliseconds each: it gets a single large one."""
     return triton.next_power_of_2(rows) if INTERPRETED else on_gpu
 
