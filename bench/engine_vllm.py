@@ -58,22 +58,29 @@ def engine(folder: str, args: argparse.Namespace) -> Any:
 
 
 def measured(llm: Any, vocab: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The row of one batch: the median of `passes` calls after one that is not timed."""
+    """The row of one batch: medians over `passes` calls after one that is not timed.
+
+    Tokens a second leave out the time that the same prompts take up to their first new token; those of the whole pass
+    do not.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)
-    speeds = []
+    speeds, whole = [], []
     for seed in range(args.passes + 1):
         requests = random_requests(vocab, batch, args.prompt_tokens, args.new_tokens, seed)
         prompts: list[Any] = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        speeds.append(tokens / seconds)
+        seconds = {}
+        for tokens in (1, args.new_tokens):
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds[tokens] = time.perf_counter() - start
+        whole.append(batch * args.new_tokens / seconds[args.new_tokens])
+        speeds.append(batch * (args.new_tokens - 1) / (seconds[args.new_tokens] - seconds[1]))
     where = {"engine": "vllm", "drafter": "none", "controller": "none", "k": 0, "method": "generate", "batch": batch}
     lengths = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    return {**where, **lengths, "prompt_set": "random", "temperature": 0.0, **summarise("tokens_per_s", speeds[1:])}
+    values = summarise("tokens_per_s", speeds[1:]) | summarise("tokens_per_s_wall", whole[1:])
+    return {**where, **lengths, "prompt_set": "random", "temperature": 0.0, **values}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,6 @@ def line_of(cell: Cell, row: Mapping[str, Any]) -> str:
     """What a terminal shows of a row."""
     if "not_run" in row:
         return f"{cell.name}: not run: {row['not_run']}"
-    names = ("tokens_per_s", "mean_k", "alpha", "tokens_per_round", "draft_step_ms", "verify_ms")
+    names = ("tokens_per_s", "tokens_per_s_wall", "mean_k", "alpha", "tokens_per_round", "draft_step_ms", "verify_ms")
     values = [f"{name} {row[name]:.4g}" for name in names if is_number(row.get(name))]
     return f"{cell.name}: {', '.join(values)}"

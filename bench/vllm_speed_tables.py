@@ -14,17 +14,30 @@ AIM = "aimed at, ours adaptive"
 Row = Mapping[str, Any]
 
 
-def speeds(rows: Sequence[Row]) -> pd.DataFrame:
-    """One row a method, length and acceptance, one column a batch: tokens a second, and beside plain decoding."""
+def whole_passes(rows: Sequence[Row]) -> pd.DataFrame:
+    """As `speeds`, of whole calls, in which prompts are read too."""
+    speed = "tokens_per_s_wall"
+    plain = {(row["runner"], row["batch"]): row.get(speed) for row in rows if row["controller"] == "none"}
+    found = []
+    for row in rows:
+        if speed in row:
+            base = plain.get((row["runner"], row["batch"]))
+            found.append({**row, "tokens_per_s": row[speed], "speedup": row[speed] / base if base else None})
+    return speeds(found, aims={})
+
+
+def speeds(rows: Sequence[Row], aims: Mapping[int, float] = AIMS) -> pd.DataFrame:
+    """One row a method, length and acceptance, one column a batch: tokens a second, and beside plain decoding. aims:
+    tokens a second by batch, in a row of their own."""
     measured = [row for row in rows if "tokens_per_s" in row]
     batches = sorted({row["batch"] for row in measured})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in measured:
         lines.setdefault((row["method"], length_of(row), row["acceptance"] or ""), {})[row["batch"]] = speed_of(row)
     ordered = sorted(lines, key=lambda key: key[2] not in ("", AIM_ACCEPTANCE) and "tokens a round" not in key[2])
-    if any(key[2] == AIM_ACCEPTANCE for key in ordered):
+    if aims and any(key[2] == AIM_ACCEPTANCE for key in ordered):
         ordered.insert(0, (AIM, "", AIM_ACCEPTANCE))
-        lines[ordered[0]] = {batch: number(AIMS.get(batch)) for batch in batches}
+        lines[ordered[0]] = {batch: number(aims.get(batch)) for batch in batches}
     table = {"method": [key[0] for key in ordered], "k": [key[1] for key in ordered]}
     table["acceptance"] = [key[2] for key in ordered]
     columns = {f"batch {batch}": [lines[key].get(batch, "-") for key in ordered] for batch in batches}

@@ -6,14 +6,16 @@ Reads JSON lines from standard input: first the engine (bench.vllm_engines.job),
 to write (bench.vllm_identity). Answers each with one line on standard output; what vLLM prints goes to standard error.
 Ends with standard input, however busy.
 
-What a pass is: the batch's requests handed over together, random prompts, all of the same length; tokens a second are
-all new tokens over the wall time of the whole call, the reading of the prompts included.
+What a pass is: the batch's requests handed over together, random prompts, all of the same length. Tokens a second are
+those that came after every request had its first one, over the time from there to the end of the last request;
+`tokens_per_s_wall` counts all new tokens over the wall time of the whole call, the reading of the prompts included.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import queue
 import signal
@@ -23,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from statistics import median
 from typing import Any
 
@@ -34,6 +37,19 @@ from specdec.controller import Adaptive, FixedK
 WARM_TOKENS = 24
 WARM_PASSES = {"adaptive": 2}  # of a cell, uncounted: the controller learns; others: 1, the first time
 SEED_OF_WARM_UP = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """New tokens and seconds of one call; and of them what came once all prompts had been read."""
+
+    tokens: int
+    seconds: float
+    decoded: int
+    decoding_s: float
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass
@@ -99,7 +115,10 @@ class SpeedEngine:
         self.counts = Counts()
         self.times: list[Any] = []
         self._warm: set[tuple[Any, ...]] = set()
+        self._batch = 0
+        self._all_read: tuple[int, float] | None = None  # new tokens when all prompts were, and the time
         self._count_rounds()
+        self._note_when_prompts_are_read()
         self.started_s = time.perf_counter() - begin
 
     def _count_rounds(self) -> None:
@@ -120,6 +139,19 @@ class SpeedEngine:
                 observe(step)
 
             self.pilot.observe = observed
+
+    def _note_when_prompts_are_read(self) -> None:
+        whole = self.scheduler.update_from_output
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            outputs = whole(*args, **kwargs)
+            if self._all_read is None:
+                counts = [request.num_output_tokens for request in self.scheduler.running]
+                if len(counts) == self._batch and min(counts) > 0:
+                    self._all_read = sum(counts), time.perf_counter()
+            return outputs
+
+        self.scheduler.update_from_output = noted
 
     def warm_up(self) -> dict[str, Any]:
         """A few rounds of each batch at each length, so that kernels are compiled; what is known of the engine."""
@@ -157,18 +189,23 @@ class SpeedEngine:
         with torch.inference_mode():
             self.runner.rejection_sampler.synthetic_conditional_rates.fill_(alpha)
 
-    def run(self, batch: int, seed: int, new_tokens: int) -> tuple[int, float]:
-        """(new tokens, seconds) of one call."""
+    def run(self, batch: int, seed: int, new_tokens: int) -> Pass:
+        """One call."""
         from vllm import SamplingParams
 
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(self.job["vocab"], (batch, self.job["prompt_tokens"]), generator=generator).tolist()
         prompts: list[Any] = [{"prompt_token_ids": row} for row in ids]
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        self._batch, self._all_read = batch, None
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        return sum(len(output.outputs[0].token_ids) for output in outputs), seconds
+        end = time.perf_counter()
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        if self._all_read is None:
+            raise ValueError(f"{batch} requests were never decoded together: {new_tokens} new tokens are too few")
+        before, since = self._all_read
+        return Pass(tokens=tokens, seconds=end - begin, decoded=tokens - before, decoding_s=end - since)
 
     def measure(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """The measured values of a cell's row."""
@@ -180,10 +217,11 @@ class SpeedEngine:
             self._turn(cell, SEED_OF_WARM_UP + seed)
         self.counts, self.times = Counts(), []
         passes = [self._turn(cell, seed) for seed in range(cell["passes"])]
-        tokens = sum(each[0] for each in passes)
+        tokens = sum(each.tokens for each in passes)
         requests = len(passes) * cell["batch"] * max(1, len(cell["alphas"]))
         return {
-            **summarise("tokens_per_s", [count / seconds for count, seconds in passes]),
+            **summarise("tokens_per_s", [each.decoded / each.decoding_s for each in passes]),
+            **summarise("tokens_per_s_wall", [each.tokens / each.seconds for each in passes]),
             "passes": len(passes),
             **self.counts.values(tokens, requests),
             **round_times(self.times, cell["batch"]),
@@ -217,14 +255,14 @@ class SpeedEngine:
             for output in outputs
         ]
 
-    def _turn(self, cell: Mapping[str, Any], seed: int) -> tuple[int, float]:
-        """A pass at each of the cell's acceptances: their tokens and seconds together."""
+    def _turn(self, cell: Mapping[str, Any], seed: int) -> Pass:
+        """A pass at each of the cell's acceptances, together."""
         passes = []
         for alpha in cell["alphas"] or (None,):
             if alpha is not None:
                 self.impose(alpha)
             passes.append(self.run(cell["batch"], seed, self.job["new_tokens"]))
-        return sum(tokens for tokens, _ in passes), sum(seconds for _, seconds in passes)
+        return reduce(operator.add, passes)
 
 
 def round_times(times: Sequence[Any], batch: int) -> dict[str, Any]:

@@ -9,14 +9,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import serving_report, vllm_speed, vllm_speed_gate, vllm_turns
+from bench import serving_report, vllm_speed, vllm_speed_gate, vllm_speed_tables, vllm_turns
 from bench.vllm_engines import Models, environment, fitting, job, random_models
 from bench.vllm_methods import METHODS, Method, Sizes, ordered
-from bench.vllm_worker import Counts, round_times
+from bench.vllm_worker import Counts, SpeedEngine, round_times
 from pipeline.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,6 +265,34 @@ def test_times_are_of_whole_batches() -> None:
     assert round_times([], 4) == {}
 
 
+def test_decoding_begins_when_every_request_has_a_token() -> None:
+    """Two requests of 5 tokens; a step of their prompts takes 100 s by the clock, and each one after it 1 s."""
+    engine = SpeedEngine.__new__(SpeedEngine)
+    engine.job, engine._all_read = {"vocab": 9, "prompt_tokens": 3}, None
+    requests = [SimpleNamespace(num_output_tokens=0) for _ in range(2)]
+    clock = {"now": 0.0}
+
+    def step(gave: tuple[int, int], seconds: float) -> None:
+        clock["now"] += seconds
+        for request, tokens in zip(requests, gave, strict=True):
+            request.num_output_tokens += tokens
+
+    engine.scheduler = SimpleNamespace(running=requests, update_from_output=step)
+    engine._note_when_prompts_are_read()
+
+    def generate(*_: object, **__: object) -> list[Any]:
+        for gave, seconds in (((1, 0), 100.0), ((0, 1), 100.0), ((2, 3), 1.0), ((2, 1), 1.0)):
+            engine.scheduler.update_from_output(gave, seconds)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(5))]) for _ in requests]
+
+    engine.llm = SimpleNamespace(generate=generate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.vllm_worker.time.perf_counter", lambda: clock["now"])
+        patch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+        done = engine.run(2, seed=0, new_tokens=5)
+    assert vars(done + done) == {"tokens": 20, "seconds": 404.0, "decoded": 16, "decoding_s": 4.0}
+
+
 # ---- gate G6 ----
 
 
@@ -314,6 +343,14 @@ def test_speeds_are_against_the_same_runner() -> None:
     eagle = measured("eagle3", "fixed", {1: 300})[0] | {"runner": "V2"}
     *_, row = vllm_speed_gate.with_speedups([*PLAIN, *v2, eagle])
     assert (row["speedup"], row["of_plain_v1"], row["of_plain_v2"]) == (0.75, 1.5, 0.75)
+
+
+def test_whole_calls_are_shown_beside_decoding() -> None:
+    rows = [row | {"k": 0, "tokens_per_s_wall": row["tokens_per_s"] / 2} for row in PLAIN[:1]]
+    rows += [row | {"k": 8, "tokens_per_s_wall": row["tokens_per_s"] / 4} for row in FAST[:1]]
+    table = vllm_speed_tables.whole_passes(rows)
+    assert table["batch 1"].tolist() == ["100 (1.00x)", "108 (1.07x)"]
+    assert not len(vllm_speed_tables.whole_passes(PLAIN))
 
 
 @pytest.mark.slow
