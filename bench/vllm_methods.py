@@ -59,7 +59,7 @@ METHODS = (
     ),
     _native(2),
     _ours("plugin", {"log_interval_s": 0}, ks=(4, 0)),
-    _ours("plugin-own-fast-async", OWN | {"fast": True}, async_scheduling=True),
+    _ours("plugin-own-fast-sync", OWN | {"fast": True}, async_scheduling=False),
     _ours("plugin-own", OWN, ks=(4,)),
     Method(
         name="schedule",

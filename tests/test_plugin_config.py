@@ -89,6 +89,34 @@ def test_laws_of_drafts_are_kept_unless_the_user_chose(folders: SimpleNamespace)
     assert method(draft_sample_method="greedy") == "greedy"
 
 
+def test_steps_are_scheduled_ahead_where_vllm_could_but_does_not_of_itself(
+    folders: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_draft_spec.config import schedule_ahead
+
+    def asked(speculative: dict[str, Any] | None = None, **options: Any) -> bool | None:
+        draft = {"model": folders.draft, "num_speculative_tokens": 3}
+        chosen = {"speculative_config": speculative or draft, "enforce_eager": True, "max_model_len": 256} | options
+        arguments = EngineArgs(model=folders.target, skip_tokenizer_init=True, **chosen)
+        arguments.create_engine_config()
+        return arguments.async_scheduling
+
+    assert asked() is None  # this version decides for itself
+    monkeypatch.setattr("vllm_draft_spec.config.LEFT_SYNCHRONOUS", (".".join(vllm.__version__.split(".")[:2]),))
+    assert asked() is True
+    assert asked(async_scheduling=False) is False
+    assert asked({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}) is None
+    cannot = SimpleNamespace(async_scheduling=None, distributed_executor_backend="ray")
+    schedule_ahead(cannot, SimpleNamespace(disable_padded_drafter_batch=False), vllm.__version__)
+    assert cannot.async_scheduling is None
+    unpadded = SimpleNamespace(async_scheduling=None, distributed_executor_backend=None)
+    schedule_ahead(unpadded, SimpleNamespace(disable_padded_drafter_batch=True), vllm.__version__)
+    assert unpadded.async_scheduling is None
+
+
 def test_another_method_is_left_as_it_is_and_the_log_says_so(
     folders: SimpleNamespace, plugin_log: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_draft_spec.settings import OWN, SECTION, read_settings
-from vllm_draft_spec.versions import Anchor
+from vllm_draft_spec.versions import Anchor, minor
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
 ARGS = "vllm.engine.arg_utils"
@@ -22,6 +22,10 @@ VOCABULARY = Anchor(module="vllm.config.speculative", name="SpeculativeConfig.ve
 ANCHORS = (SPECULATIVE, WHOLE, V2, VOCABULARY)
 METHOD = "draft_model"
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+# Versions of vLLM that schedule synchronously with a draft model unless asked to, though they can do otherwise; and the
+# executors that can.
+LEFT_SYNCHRONOUS = ("0.26",)
+RUNS_AHEAD = (None, "uni", "mp")
 
 
 def served(speculative_config: Any) -> bool:
@@ -36,6 +40,17 @@ def with_laws(given: dict[str, Any], config: Any) -> None:
     chosen = "draft_sample_method" in given or config.use_heterogeneous_vocab
     if not chosen and config.rejection_sample_method == "standard":
         config.draft_sample_method = "probabilistic"
+
+
+def schedule_ahead(arguments: Any, config: Any, version: str) -> None:
+    """Steps are scheduled while the one before is still computed, as later versions of vLLM do by default: else the GPU
+    waits for the host in every step. What the user chose stays."""
+    if minor(version) not in LEFT_SYNCHRONOUS or arguments.async_scheduling is not None:
+        return
+    if config.disable_padded_drafter_batch or arguments.distributed_executor_backend not in RUNS_AHEAD:
+        return
+    arguments.async_scheduling = True
+    logger.info("steps are scheduled asynchronously (--no-async-scheduling turns it off)")
 
 
 def check(vllm_config: Any) -> None:
@@ -96,7 +111,10 @@ def check_own(vllm_config: Any) -> None:
 def create_speculative_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     config = original(self, *args, **kwargs)
     if served(config):
+        import vllm
+
         with_laws(self.speculative_config, config)
+        schedule_ahead(self, config, vllm.__version__)
     return config
 
 

