@@ -125,9 +125,13 @@ def _speed_tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, pd.D
                 "model": [f"{row['target']}, {row['drafts']}" for row in rows],
                 "GPUs": [str(row["processes"]) for row in rows],
                 "sharding": [row["sharding"] for row in rows],
+                "attention": [
+                    row.get("attention", "sdpa") + (", compiled" if row.get("compile") else "") for row in rows
+                ],
                 "sequences x length": [f"{row['sequences']} x {row['length']}" for row in rows],
                 "tokens/s": [f"{row['tokens_per_s']:.0f}" for row in rows],
-                "MFU": ["-" if row["mfu"] is None else f"{row['mfu']:.1%}" for row in rows],
+                "MFU": [_number(row["mfu"], ".1%") for row in rows],
+                "with attention": [_number(row.get("mfu_attention"), ".1%") for row in rows],
                 "peak memory GiB": [_number(row["peak_memory_gib"]) for row in rows],
                 "from step": [str(row["first_step"]) for row in rows],
                 "last losses": [" ".join(f"{loss:.4f}" for loss in row["losses"][-4:]) for row in rows],
@@ -142,8 +146,8 @@ def _with_interval(row: Mapping[str, Any], name: str, suffix: str) -> str:
     return text if bounds is None else f"{text} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ LOSSES = ("ce", "kl", "kl_renormalised", "reverse_kl", "jsd", "tv")  # train/los
 SCHEDULES = ("cosine", "wsd", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")
 SHARDINGS = ("fsdp", "ddp")
-ATTENTIONS = ("sdpa", "flex_attention", "flash_attention_2")
+ATTENTIONS = ("sdpa", "varlen", "flex_attention", "flash_attention_2")
 LONG_ROWS = ("refuse", "drop")
 STOCK = "stock"  # in results: the draft that training starts from
 
@@ -70,9 +70,9 @@ class RecipeConfig:
     `micro_batch` of them at a time. Training ends after `steps`, or after `epochs` passes over the traces. `warmup`
     and `decay` are fractions of all steps; the rate ends at `final_lr` times `lr`. Every `checkpoint_every` steps a
     checkpoint is written and the last `keep_checkpoints` are kept; every `exact_every` steps the acceptance is
-    measured on held-out completions with the teacher in memory (0: never). `attention` is transformers' name: sdpa
-    computes whole sequences and masks other documents, flex_attention and flash_attention_2 (GPUs; the latter needs
-    the flash-attn package) skip them. `long_rows` says what becomes of a trace
+    measured on held-out completions with the teacher in memory (0: never). `attention` is transformers' name, or
+    varlen: sdpa computes whole sequences and masks other documents; varlen (train/attention.py), flex_attention and
+    flash_attention_2 (GPUs; the last needs the flash-attn package) skip them. `long_rows` says what becomes of a trace
     that is longer than a sequence.
     """
 

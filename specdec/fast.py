@@ -31,14 +31,15 @@ _EARLY = 2
 
 
 def fast_decoder(
-    module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedCache, *, asked: bool = True
+    module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedCache, *, asked: bool = True, tuned: bool = True
 ) -> "FastDecoder | None":
     """The fast forward of a model whose attention is the engine's, for that cache; or None after one line in the log
-    that says why it stays with the eager one, a warning where it was asked for. shapes: of its layers (RaggedCache)."""
+    that says why it stays with the eager one, a warning where it was asked for. shapes: of its layers (RaggedCache);
+    tuned: time which kernels are best for a few rows."""
     try:
         if type(cache) is not RaggedCache:
             raise ValueError(f"its cache is a {type(cache).__name__}, which the kernels do not read")
-        return _checked_decoder(module, shapes, cache.num_positions)
+        return _checked_decoder(module, shapes, cache.num_positions, tuned)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -50,7 +51,7 @@ def fast_decoder(
     return None
 
 
-def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positions: int) -> "FastDecoder":
+def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positions: int, tuned: bool) -> "FastDecoder":
     from triton.errors import TritonError
 
     from specdec.fast_kernels import INTERPRETED
@@ -63,7 +64,8 @@ def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positi
     windows = _windows(module, shapes)
     try:
         with torch.cuda.device_of(next(module.parameters())):  # Triton launches on the current device
-            decoder = FastDecoder(module, windows=windows, num_positions=max(num_positions, _CHECK_CAPACITY))
+            most = max(num_positions, _CHECK_CAPACITY)
+            decoder = FastDecoder(module, windows=windows, num_positions=most, tuned=tuned)
             _check_deviation(module, shapes, decoder)
     except TritonError as error:
         raise ValueError(f"a kernel cannot be built here ({type(error).__name__}: {error})") from error

@@ -83,10 +83,11 @@ class FastDecoder:
     """`forward` as CachedModel has it, over the weights of `module`.
 
     windows: how many positions each layer sees. num_positions: how many positions will be used; their angles come from
-    the model's own rotary module, once. Raises ValueError that names the feature it does not compute.
+    the model's own rotary module, once. tuned: products of a few rows get the kernels that are fastest here.
+    Raises ValueError that names the feature it does not compute.
     """
 
-    def __init__(self, module: Any, *, windows: Sequence[int | None], num_positions: int) -> None:
+    def __init__(self, module: Any, *, windows: Sequence[int | None], num_positions: int, tuned: bool = True) -> None:
         _check_supported(module)
         inner, device = module.model, module.device
         scratch = Scratch(device)
@@ -100,7 +101,7 @@ class FastDecoder:
             cosine_1CD, sine_1CD = inner.rotary_emb(probe_E, torch.arange(num_positions, device=device).unsqueeze(0))
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
-            if device.type == "cuda" and not INTERPRETED:
+            if tuned and device.type == "cuda" and not INTERPRETED:
                 products = [*(p for layer in self.layers for p in layer.products), self.head]
                 choose_tilings(products, graph_seconds, _TILINGS)
 

@@ -32,6 +32,7 @@ class CachedModel:
     warning where they were asked for) and the eager forward stays. The parameters of the caller's model become views of
     fused weights of the same values. None: wherever they can be used.
 
+    tuned: time the kernels for products of a few rows; False where forwards of so few will hardly occur.
     fast: what was asked for; reads_live_only: whether it is in use, so that attention reads each row's own tokens,
     however many slots the plan allows (`Plan.live`).
     """
@@ -44,6 +45,7 @@ class CachedModel:
         capacity: int,
         window: Window | None = None,
         fast: bool | None = False,
+        tuned: bool = True,
     ) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -62,7 +64,7 @@ class CachedModel:
         )
         self.fast = fast
         wanted = self.device.type == "cuda" if fast is None else fast
-        self._fast = fast_decoder(self.module, shapes, self.cache, asked=bool(fast)) if wanted else None
+        self._fast = fast_decoder(self.module, shapes, self.cache, asked=bool(fast), tuned=tuned) if wanted else None
         self.reads_live_only = self._fast is not None
 
     def forward(self, tokens_Bq: Tensor, plan: Plan, keep: int) -> Tensor:

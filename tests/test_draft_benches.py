@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,8 @@ def test_speed_of_the_trainer_and_where_it_goes_on(tmp_path: Path, monkeypatch: 
 
     def row(name: str, *more: str) -> dict[str, object]:
         assert train_speed.main([*common, *more, "--out", str(tmp_path / name)]) == 0
-        return json.loads((tmp_path / name).read_text())
+        [found] = read_result(tmp_path / name)["rows"]
+        return found
 
     checkpoints = ["--checkpoints", str(tmp_path / "checkpoints")]
     whole = row("whole")

@@ -1,4 +1,5 @@
-"""The sweep: waves of completions, batches without masks, losses on the whole law, several drafts trained at once."""
+"""The sweep: completions by many rows at once, batches without masks, losses on the whole law, several drafts trained
+at once."""
 
 from __future__ import annotations
 
@@ -140,38 +141,57 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_waves_are_the_engines_greedy_texts(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths, prefilled in parts, dropped in bulk when they end: still each its own text."""
+def test_the_writer_gives_the_engines_greedy_texts(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths, prefilled in parts, refilled in bulk when they end: still each its own text."""
     monkeypatch.setattr(sweep_traces, "CHECK_EVERY", 2)
     monkeypatch.setattr(sweep_traces, "PREFILL_ROWS", 3)
-    waves = sweep_traces.Waves(str(target_folder), dtype="float32", rows=5, max_tokens=24, longest=40, seconds=600)
+    writer = sweep_traces.Writer(str(target_folder), dtype="float32", rows=5, max_tokens=24, longest=50, seconds=600)
     # byte tokens that a random model says now and then, so that rows end at different steps
-    waves.stops_S = torch.arange(0, 260, 13)
-    prompts = [text([(7 * n + i) % 250 for i in range(2 + 3 * n)], []) for n in range(8)]
-    found = waves.complete([(prompt, 0.0) for prompt in prompts], 24)
+    writer.stops_S = torch.arange(0, 260, 13)
+    prompts = [text([(7 * n + i) % 250 for i in range(2 + 3 * n)], []) for n in range(14)]
+    found = writer.complete([(prompt, 0.0) for prompt in prompts], 24)
     model = AutoModelForCausalLM.from_pretrained(target_folder)
-    params = SamplingParams(max_tokens=24, stop_ids=waves.stops_S.tolist())
-    expected = Engine(model, k=0, num_slots=8, capacity=80).generate(
+    params = SamplingParams(max_tokens=24, stop_ids=writer.stops_S.tolist())
+    expected = Engine(model, k=0, num_slots=14, capacity=80).generate(
         [Request(prompt_ids=prompt.prompt.tolist(), params=params) for prompt in prompts]
     )
-    assert [each.completion.tolist() for each in found] == [each.token_ids for each in expected]
+    assert len(found) == len(prompts)
+    by_prompt = {tuple(each.prompt.tolist()): each.completion.tolist() for each in found}
+    assert [by_prompt[tuple(prompt.prompt.tolist())] for prompt in prompts] == [each.token_ids for each in expected]
     assert len({len(each.token_ids) for each in expected}) > 2
 
 
-def test_waves_draw_from_the_targets_law(target_folder: Path) -> None:
+def test_the_writer_draws_from_the_targets_law(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First tokens of 4,000 rows against the model's own probabilities: total variation within its sampling noise, a
     mean of sum sqrt(p (1 - p)) / sqrt(2 pi N) and 4 of its standard deviations, at most 1 / (2 sqrt N) each."""
     torch.manual_seed(0)
+    monkeypatch.setattr(sweep_traces, "CHECK_EVERY", 1)
     rows = 4000
-    waves = sweep_traces.Waves(str(target_folder), dtype="float32", rows=rows, max_tokens=1, longest=8, seconds=600)
+    writer = sweep_traces.Writer(str(target_folder), dtype="float32", rows=rows, max_tokens=1, longest=8, seconds=600)
     prompt = text([5, 6, 7], [])
-    drawn = np.array([t.completion[0] for t in waves.complete([(prompt, 1.0)] * rows, 1)])
+    drawn = np.array([t.completion[0] for t in writer.complete([(prompt, 1.0)] * rows, 1)])
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(target_folder)
         p = model(torch.tensor([[5, 6, 7]])).logits[0, -1].double().softmax(0).numpy()
     distance = np.abs(np.bincount(drawn, minlength=len(p)) / rows - p).sum() / 2
     noise = np.sqrt(p * (1 - p)).sum() / np.sqrt(2 * np.pi * rows)
     assert distance < noise + 4 / (2 * np.sqrt(rows))
+
+
+def test_at_the_deadline_what_is_done_is_kept(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_traces, "CHECK_EVERY", 1)
+    writer = sweep_traces.Writer(str(target_folder), dtype="float32", rows=2, max_tokens=8, longest=8, seconds=600)
+    writer.stops_S = writer.stops_S[:0]
+    step, taken = writer._step, iter(range(100))
+
+    def late_after_ten() -> None:
+        step()
+        if next(taken) == 10:
+            writer.ends = 0.0
+
+    monkeypatch.setattr(writer, "_step", late_after_ten)
+    found = writer.complete([(text([n, n + 1], []), 0.0) for n in range(20)], 8)
+    assert [len(each.completion) for each in found] == [8, 8], "of rows that were writing, nothing is kept"
 
 
 def test_sweep_trains_and_its_draft_is_loaded(target_folder: Path, tmp_path: Path) -> None:

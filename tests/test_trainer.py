@@ -53,6 +53,16 @@ def test_gradient_checkpointing_changes_no_loss() -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_compiled_layers_and_losses_change_no_loss() -> None:
+    corpus = random_corpus(24)
+    plain = train_student(student(), corpus, recipe(steps=3))
+    compiled = train_student(student(), corpus, recipe(steps=3, attention="varlen", compile=True))
+    for one, other in zip(plain.metrics, compiled.metrics, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
 def test_bfloat16_keeps_float32_weights_and_learns() -> None:
     trainer = Trainer(student(), random_corpus(24), recipe(steps=30, precision="bfloat16"))
     outcome = trainer.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def make_accelerator(recipe: RecipeConfig) -> Accelerator:
     With more than one, weights, gradients and optimiser are sharded over them (`fully_shard`) unless the recipe says
     ddp. Weights are float32 and are cast to bfloat16 for the products; gradients are reduced in float32.
     """
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # left by a recipe that was sharded, for all that follow
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()  # they keep the settings of the process's last recipe
     is_gpu = torch.cuda.is_available()

@@ -33,6 +33,7 @@ from pipeline.config_train import LossTerm
 _LOG_FLOOR = -30.0  # log-probabilities below this are rounding
 _MASKED = -1e30  # finite, so that a row of it alone has no NaN gradient
 CHUNK_ELEMENTS = 1 << 25  # logits of a chunk: 128 MiB in float32
+GPU_SHARE = 64  # of a GPU's memory they take one part in so many: every chunk casts the head and adds to its gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +209,10 @@ def token_losses(
 ) -> dict[str, Tensor]:
     """Per token [n]: each term's unweighted value by name, and acc_low, acc_high, top1 (both laws' best tokens agree).
 
-    The last three carry no gradient. `logits_nN` in float32.
+    The last three carry no gradient. Computed in float32 at least.
     """
+    if logits_nN.dtype.itemsize < torch.float32.itemsize:
+        logits_nN = logits_nN.float()
     buckets = make_buckets(logits_nN, targets, columns_V)
     values = {}
     for term in terms:
@@ -226,6 +229,13 @@ def token_losses(
     return values
 
 
+def chunk_elements_on(device: torch.device) -> int:
+    """How many logits may exist in float32 at a time on this device."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    return max(CHUNK_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // GPU_SHARE // 4)
+
+
 def chunked_losses(
     hidden_nD: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -235,22 +245,25 @@ def chunked_losses(
     *,
     num_columns: int,
     chunk_elements: int = CHUNK_ELEMENTS,
+    losses: Callable[..., dict[str, Tensor]] = token_losses,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted loss summed over n tokens, and each value of `token_losses` summed (no gradient), float32.
 
-    Logits exist for chunk_elements / num_columns tokens at a time, forward and backward: each chunk is computed again
-    in the backward pass, so that memory is a few float32 copies of one chunk's logits, whatever n is.
+    Logits exist for at most chunk_elements / num_columns tokens at a time, forward and backward: each chunk is
+    computed again in the backward pass, so that memory is a few float32 copies of one chunk's logits, whatever n is.
+    `losses` is `token_losses` or what it was compiled to.
     """
 
     def sums(hidden_cD: Tensor, rows: Targets) -> tuple[Tensor, ...]:
-        values = token_losses(head(hidden_cD).float(), rows, terms, columns_V)
+        values = losses(head(hidden_cD), rows, terms, columns_V)
         loss = sum(
             (term.weight * values[term.name].sum() for term in terms), hidden_cD.new_zeros((), dtype=torch.float32)
         )
         return (loss, *(value.detach().sum() for value in values.values()))
 
     names = [*dict.fromkeys(term.name for term in terms), *METRICS]
-    size = max(1, chunk_elements // num_columns)
+    most = max(1, chunk_elements // num_columns)
+    size = math.ceil(len(hidden_nD) / max(1, math.ceil(len(hidden_nD) / most))) or 1  # chunks of about one size
     parts = [
         checkpoint(sums, hidden_nD[first : first + size], targets[first : first + size], use_reentrant=False)
         for first in range(0, len(hidden_nD), size)

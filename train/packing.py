@@ -5,7 +5,7 @@
     position_ids   0  1  2  3 |  0  1 | 0 1 2 3     a position that does not follow its neighbour starts a document:
                                                     transformers then lets a token attend to its own document alone
 Padding is one more document, on which nothing is trained. Which document goes where: train/order.py.
-Shapes: S sequences of L tokens, n loss positions.
+Shapes: S sequences of L tokens, n loss positions, E documents, padding among them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from train.losses import Targets
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """`positions_n` index the flattened [S * L] positions whose next token is trained on; `documents` are the
-    corpus's numbers, for messages."""
+    """`positions_n` index the flattened [S * L] positions whose next token is trained on; `ends_E` [E + 1] are the
+    places in them where a document ends, 0 first; `documents` are the corpus's numbers, for messages."""
 
     input_ids_SL: Tensor
     position_ids_SL: Tensor
     positions_n: Tensor
+    ends_E: Tensor
     targets: Targets
     documents: tuple[int, ...]
 
@@ -37,6 +38,7 @@ class Batch:
             input_ids_SL=self.input_ids_SL.to(device, non_blocking=True),
             position_ids_SL=self.position_ids_SL.to(device, non_blocking=True),
             positions_n=self.positions_n.to(device, non_blocking=True),
+            ends_E=self.ends_E.to(device, non_blocking=True),
             targets=self.targets.to(device),
             documents=self.documents,
         )
@@ -57,10 +59,12 @@ def pack(corpus: Corpus, sequences: Sequence[Sequence[int]], length: int) -> Bat
             rows.append(completion_rows)
         used = int(sum(corpus.lengths[list(documents)]))
         position_ids_SL[number, used:] = np.arange(length - used)
+    starts = np.flatnonzero(position_ids_SL == 0)
     return Batch(
         input_ids_SL=torch.from_numpy(input_ids_SL),
         position_ids_SL=torch.from_numpy(position_ids_SL),
         positions_n=torch.from_numpy(np.concatenate(positions)),
+        ends_E=torch.from_numpy(np.append(starts, position_ids_SL.size).astype(np.int32)),
         targets=corpus.targets(np.concatenate(rows)),
         documents=tuple(document for documents in sequences for document in documents),
     )

@@ -21,7 +21,8 @@ from pipeline import files
 from pipeline.config_train import LossTerm
 from pipeline.drafts import keep_layers
 from specdec.pruned import HEAD_IDS, load_pruned_model, prune_head, save_pruned
-from train.losses import CHUNK_ELEMENTS, chunked_losses, exact_acceptance, head_columns
+from train import attention
+from train.losses import CHUNK_ELEMENTS, chunk_elements_on, chunked_losses, exact_acceptance, head_columns, token_losses
 from train.packing import Batch
 
 PROVENANCE = "provenance.json"
@@ -106,6 +107,13 @@ class Student(nn.Module):
             self.register_buffer("columns_V", head_columns(head_ids, vocab_size), persistent=False)
         else:
             self.columns_V = None
+        self.token_losses = token_losses
+
+    def compile_parts(self) -> None:
+        """Compile each layer, and the losses of a chunk, when they are first called. The shapes of both vary."""
+        for layer in self.model.get_decoder().layers:
+            layer.compile()
+        self.token_losses = torch.compile(token_losses, dynamic=True)
 
     def forward(self, batch: Batch, teacher: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss summed over the batch's loss positions, sums of every value of `losses.token_losses`).
@@ -115,7 +123,14 @@ class Student(nn.Module):
         hidden_nD = self.hidden(batch)
         num_columns = self.model.get_output_embeddings().out_features
         loss, sums = chunked_losses(
-            hidden_nD, self.head, batch.targets, self.terms, self.columns_V, num_columns=num_columns
+            hidden_nD,
+            self.head,
+            batch.targets,
+            self.terms,
+            self.columns_V,
+            num_columns=num_columns,
+            chunk_elements=chunk_elements_on(hidden_nD.device),
+            losses=self.token_losses,
         )
         if teacher is not None:
             sums["acceptance"] = self._acceptance(hidden_nD, hidden_states(teacher, batch), teacher)
@@ -147,12 +162,14 @@ def hidden_states(model: Any, batch: Batch) -> Tensor:
     """[n, D] last hidden states of a decoder at the batch's loss positions.
 
     flash attention knows packed documents in one row only, and the positions mark where each starts, so one row is all
-    it needs; sdpa's mask is S times smaller with a row a sequence.
+    it needs; sdpa's mask is S times smaller with a row a sequence; our own is told where documents end.
     """
     input_ids_SL, position_ids_SL = batch.input_ids_SL, batch.position_ids_SL
-    if "flash" in model.config._attn_implementation:
+    chosen = model.config._attn_implementation
+    ends = {"ends_E": batch.ends_E} if chosen == attention.NAME else {}
+    if "flash" in chosen:
         input_ids_SL, position_ids_SL = input_ids_SL.reshape(1, -1), position_ids_SL.reshape(1, -1)
-    output = model.get_decoder()(input_ids=input_ids_SL, position_ids=position_ids_SL, use_cache=False)
+    output = model.get_decoder()(input_ids=input_ids_SL, position_ids=position_ids_SL, use_cache=False, **ends)
     return output.last_hidden_state.flatten(0, 1)[batch.positions_n]
 
 

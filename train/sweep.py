@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,10 +24,11 @@ import numpy as np
 import torch
 
 from pipeline.config import DraftConfig, ModelsConfig
-from pipeline.models import load_target, revision
+from pipeline.models import load_target, resolve, revision
+from specdec.pruned import load_pruned_model
 from train.intervals import ratio_interval
 from train.sweep_batches import Batch, batch_of, endless_batches, grouped
-from train.sweep_losses import TeacherLaw, acceptance, loss_of
+from train.sweep_losses import TOP, TeacherLaw, acceptance, loss_of
 from train.sweep_models import Teacher, make_student, save_student, student_logits
 from train.sweep_policy import mixed_with_own
 from train.texts import Text, load_texts
@@ -117,10 +117,19 @@ def train_all(runs: Sequence[Run], teacher: Teacher, batches: Iterator[Batch], s
 
 def frequent_tokens(texts: Sequence[Text], count: int) -> list[int]:
     """The `count` most frequent completion tokens, most frequent first."""
-    counts: Counter[int] = Counter()
-    for text in texts:
-        counts.update(text.completion.tolist())
-    return [token for token, _ in counts.most_common(count)]
+    counts = np.bincount(np.concatenate([text.completion for text in texts]))
+    return [int(token) for token in np.argsort(-counts, kind="stable")[:count] if counts[token]]
+
+
+def beside_rows(folder: str, target: Any, texts: Sequence[Text], tokens: int) -> list[dict[str, Any]]:
+    """The rows of a draft that is there already, in a folder as `save_student` writes them. ValueError as
+    pipeline.models.resolve."""
+    student, head_ids = load_pruned_model(resolve(folder), dtype=torch.bfloat16)
+    student.to(target.device)
+    name, layers = Path(folder).name, student.config.num_hidden_layers
+    cell = Cell(name=name, loss="none", layers=layers, head=len(head_ids), tokens=0.0, lr=0.0)
+    run = Run(cell=cell, student=student, optimizer=torch.optim.SGD(student.parameters()))
+    return acceptance_rows([run], Teacher(target, head_ids, 1), texts, tokens)
 
 
 @torch.no_grad()
@@ -177,11 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     exact = load_target(models, device, "float32")
     texts, heldout = load_texts(args.texts), load_texts(args.heldout)
     head_ids = frequent_tokens(texts, max(cell.head for cell in cells))
-    teacher = Teacher(target, head_ids)
+    teacher = Teacher(target, head_ids, TOP if any("top8" in cell.loss for cell in cells) else 1)
     runs = make_runs(exact, cells, head_ids)
     rows = acceptance_rows(runs, teacher, heldout, args.batch_tokens) if args.stock else []
     for row in rows:
         row |= {"name": f"stock-{row['layers']}", "loss": "none"}
+    rows += [row for folder in args.beside for row in beside_rows(folder, target, heldout, args.batch_tokens)]
     batches = endless_batches(texts, args.batch_tokens, args.seed, device)
     if args.own_tokens:
         batches = mixed_with_own(batches, runs[0].student, teacher.head_ids_H[: cells[0].head], texts, args.own_tokens)
@@ -231,6 +241,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--own-tokens", type=int, default=0, help="train the one cell on as many tokens of its own a text too"
     )
     parser.add_argument("--stock", action="store_true", help="measure the drafts before the training too")
+    parser.add_argument("--beside", nargs="*", default=[], help="folders of drafts to measure on the same texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path)
     return parser.parse_args(argv)

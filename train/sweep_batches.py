@@ -36,7 +36,9 @@ def batch_of(texts: Sequence[Text], numbers: Sequence[int], device: str) -> Batc
         wanted_BT[row, start - 1 : end - 1] = True
     at_N = np.flatnonzero(wanted_BT)
     arrays = (ids_BT, at_N, ids_BT.reshape(-1)[at_N + 1], np.asarray(numbers)[at_N // width])
-    tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device != "cpu":  # from pinned memory, or a copy waits for all that the device has still to do
+        tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     return Batch(**dict(zip(("ids_BT", "at_N", "next_N", "text_N"), tensors, strict=True)))
 
 

@@ -1,11 +1,12 @@
-"""Completions for a sweep: tokens only, in waves of thousands of rows, one part of several in this process.
+"""Completions for a sweep: tokens only, by thousands of rows at once, one part of several in this process.
 
-    python -m train.sweep_traces --target MODEL --prompts prompts.npz --part 0/6 --copies gsm8k:5:1 self:1:0 \
-        --self 40000 --out part-0.npz
+    python -m train.sweep_traces --target MODEL --prompts prompts.npz --part 0/4 --copies gsm8k:12:1 self:1:0 \
+        --self 10000 --seconds 100 --out part-0.npz
 
 The engine refills a slot as soon as it is free, which here means a prefill in nearly every step, and its bookkeeping is
-by row. For many short texts of a small model a wave is faster: all rows start together, nothing but tokens is kept,
-and rows that are done are dropped in bulk. Several processes share one GPU: a small model's steps wait for the host.
+by row. For many short texts of a small model it is faster to keep nothing but tokens and to refill in bulk: the rows
+that are done write on into nothing until there is one in four of them. A step has one shape, so that on a GPU it is a
+CUDA graph, and the forward is the engine's fast one where that can be used.
 
 The set "self" holds prompts that the target writes itself: given the chat template up to where a user's words begin,
 an instruction-tuned model goes on as a user would (Magpie, arXiv 2406.08464).
@@ -15,17 +16,17 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.common import encode_prompt, stable_seed, stop_ids_of
 from pipeline.config import DraftConfig, ModelsConfig
 from pipeline.models import load_target, load_tokenizer
+from specdec.capture import capture_for
 from specdec.model import CachedModel
 from train.sweep_prompts import NOTHING
 from train.texts import Text, load_texts, save_texts
@@ -35,29 +36,41 @@ MARK = "0123456789"
 SELF_TOKENS = 128
 SELF_TEMPERATURE = 0.8
 PREFILL_ROWS = 256
-CHECK_EVERY = 16
-KEEP_WHILE = 0.75  # of the rows still running; below it the others are dropped
+CHECK_EVERY = 8
+REFILL_FROM = 0.25  # of the rows that are done
 
 Job = tuple[Text, float]
 
 
-class Waves:
-    """The target decoding `rows` texts at a time, until a deadline (seconds from its making)."""
+class Writer:
+    """The target writing in `rows` rows, until a deadline (seconds from its making).
+
+    Of each row: its last token, its temperature, how many tokens it has written, at most how many it may, and whether
+    it is done. Column `most` of `written_BT` takes what rows write that are done.
+    """
 
     def __init__(self, target: str, *, dtype: str, rows: int, max_tokens: int, longest: int, seconds: float) -> None:
         models = ModelsConfig(target=target, draft=DraftConfig(keep_layers=1), dtype=dtype)
         self.tokenizer = load_tokenizer(models)
         model = load_target(models, "cuda" if torch.cuda.is_available() else "cpu")
-        self.stops_S = torch.tensor(stop_ids_of(model, self.tokenizer), device=model.device)
-        self.model = CachedModel(model, num_rows=rows, capacity=longest + max_tokens + 8)
-        self.rows, self.max_tokens = rows, max_tokens
+        device = model.device
+        self.stops_S = torch.tensor(stop_ids_of(model, self.tokenizer), device=device)
+        self.model = CachedModel(model, num_rows=rows, capacity=longest + max_tokens + 8, fast=None, tuned=False)
+        self.most = max_tokens
+        self.last_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature_B = torch.zeros(rows, device=device)
+        self.count_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.limit_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.done_B = torch.ones(rows, dtype=torch.bool, device=device)
+        self.written_BT = torch.zeros(rows, max_tokens + 1, dtype=torch.int64, device=device)
         self.ends = time.monotonic() + seconds
+        self._replay: Callable[[], object] | None = None
 
     def self_prompts(self, count: int) -> list[Text]:
         """Prompts that the target writes as the user; those that it does not end are dropped."""
         begin, end = user_frame(self.tokenizer)
         start = Text(source=SELF, prompt=np.array(begin, dtype=np.int32), completion=NOTHING)
-        written = self.complete([(start, SELF_TEMPERATURE)] * count, SELF_TOKENS)
+        written = self.complete([(start, SELF_TEMPERATURE)] * count, min(SELF_TOKENS, self.most))
         stops = self.stops_S.tolist()
         ended = [text.completion[:-1] for text in written if len(text.completion) > 1 and text.completion[-1] in stops]
         return [
@@ -65,82 +78,96 @@ class Waves:
             for ids in ended
         ]
 
+    @torch.inference_mode()
     def complete(self, jobs: Sequence[Job], max_tokens: int) -> list[Text]:
-        """Completions of (prompt, temperature) in waves, those begun before the deadline."""
+        """Completions of (prompt, temperature), up to a stop id or `max_tokens`, in the order in which they end; at the
+        deadline those that are done."""
         texts: list[Text] = []
-        for first in range(0, len(jobs), self.rows):
-            if time.monotonic() > self.ends:
-                break
-            wave = jobs[first : first + self.rows]
-            ids = self._wave([text.prompt for text, _ in wave], [temperature for _, temperature in wave], max_tokens)
-            texts += [
-                Text(source=text.source, prompt=text.prompt, completion=written, temperature=temperature)
-                for (text, temperature), written in zip(wave, ids, strict=True)
-            ]
+        waiting, running = iter(jobs), dict[int, Job]()
+        self.done_B.fill_(True)
+        more = True
+        while more or running:
+            done = self.done_B.cpu().numpy()
+            late = time.monotonic() > self.ends
+            if late or not more or done.mean() >= REFILL_FROM:
+                texts += self._collected(running, np.flatnonzero(done).tolist())
+                if late:
+                    break
+            if more and done.mean() >= REFILL_FROM:
+                more = self._refill(running, np.flatnonzero(done).tolist(), waiting, max_tokens)
+            for _ in range(CHECK_EVERY if running else 0):
+                self._step()
         return texts
 
-    @torch.inference_mode()
-    def _wave(self, prompts: Sequence[np.ndarray], temperatures: Sequence[float], max_tokens: int) -> list[np.ndarray]:
-        """The tokens after each prompt, up to a stop id or `max_tokens`."""
-        device = self.model.device
-        self.model.cache.lengths_B.zero_()
-        for first in range(0, len(prompts), PREFILL_ROWS):
-            self._prefill(prompts[first : first + PREFILL_ROWS], first)
-        longest = max(map(len, prompts))
-        last_B = torch.tensor([int(prompt[-1]) for prompt in prompts], device=device)
-        temperature_B1 = torch.tensor(temperatures, device=device).unsqueeze(1)
-        number_B = torch.arange(len(prompts), device=device)
-        written_BT = torch.full((len(prompts), max_tokens), -1, device=device)
-        done_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        for step in range(max_tokens):
-            last_B = self._step(last_B, temperature_B1, longest + step)
-            written_BT[number_B, step] = torch.where(done_B, -1, last_B)
-            done_B = done_B | torch.isin(last_B, self.stops_S)
-            if step % CHECK_EVERY == CHECK_EVERY - 1:
-                left_B = torch.nonzero(~done_B).squeeze(1)
-                if len(left_B) == 0:
-                    break
-                if len(left_B) < KEEP_WHILE * len(done_B):
-                    self._keep(left_B)
-                    last_B, temperature_B1, number_B = last_B[left_B], temperature_B1[left_B], number_B[left_B]
-                    done_B = done_B[left_B]
-        rows = written_BT.cpu().numpy().astype(np.int32)
-        return [row[row >= 0] for row in rows]
+    def _collected(self, running: dict[int, Job], rows: Sequence[int]) -> list[Text]:
+        """The texts of the rows among these that were running; they are free then."""
+        found = [row for row in rows if row in running]
+        index_R = torch.tensor(found, dtype=torch.int64, device=self.model.device)
+        counts = self.count_B[index_R].tolist()
+        written = self.written_BT[index_R].cpu().numpy().astype(np.int32)
+        texts = []
+        for row, ids, count in zip(found, written, counts, strict=True):
+            text, temperature = running.pop(row)
+            completion = ids[:count].copy()
+            texts.append(Text(source=text.source, prompt=text.prompt, completion=completion, temperature=temperature))
+        return texts
 
-    def _prefill(self, prompts: Sequence[np.ndarray], first: int) -> None:
-        """Feed all but each prompt's last token."""
+    def _refill(self, running: dict[int, Job], rows: list[int], waiting: Iterator[Job], max_tokens: int) -> bool:
+        """Start the next jobs in these free rows, PREFILL_ROWS at a time; False when no job is left."""
+        for first in range(0, len(rows), PREFILL_ROWS):
+            part = rows[first : first + PREFILL_ROWS]
+            jobs = [job for _, job in zip(part, waiting, strict=False)]
+            if jobs:
+                self._start(part[: len(jobs)], jobs, max_tokens)
+                running.update(zip(part, jobs, strict=False))
+            if len(jobs) < len(part):
+                return False
+        return True
+
+    def _start(self, rows: Sequence[int], jobs: Sequence[Job], max_tokens: int) -> None:
+        """Feed all but each prompt's last token, which the next step feeds."""
         device = self.model.device
-        lengths = [len(prompt) - 1 for prompt in prompts]
-        padded = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
+        prompts = [text.prompt for text, _ in jobs]
+        longest = max(map(len, prompts))
+        padded = np.zeros((len(prompts), max(1, longest - 1)), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
-        start_B = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        plan = self.model.cache.plan(
-            start_B,
-            torch.tensor(lengths, device=device),
-            max(lengths),
-            slice(first, first + len(prompts)),
-            max(lengths),
-        )
+        index_R = torch.tensor(rows, device=device)
+        lengths_R = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        plan = self.model.cache.plan(torch.zeros_like(index_R), lengths_R, padded.shape[1], index_R, padded.shape[1])
         self.model.forward(torch.from_numpy(padded).to(device), plan, keep=1)
+        self.model.cache.lengths_B[index_R] = lengths_R  # a plan leaves the length of a row that it feeds nothing
+        self.last_B[index_R] = torch.tensor([int(prompt[-1]) for prompt in prompts], device=device)
+        self.temperature_B[index_R] = torch.tensor([temperature for _, temperature in jobs], device=device)
+        self.limit_B[index_R] = max_tokens
+        self.count_B[index_R] = 0
+        self.done_B[index_R] = False
 
-    def _step(self, last_B: Tensor, temperature_B1: Tensor, longest: int) -> Tensor:
-        """One token more in every row, drawn by the exponential race: argmax p / e, e exponential."""
-        rows = slice(0, len(last_B))
-        live = min(self.model.cache.capacity, -(-longest // 8) * 8)  # masks of aligned rows need no copy
-        plan = self.model.cache.plan(self.model.cache.lengths_B[rows].clone(), torch.ones_like(last_B), 1, rows, live)
-        logits_BV = self.model.forward(last_B.unsqueeze(1), plan, keep=1)[:, 0].float()
-        p_BV = (logits_BV / temperature_B1.clamp(min=1e-3)).softmax(1)
-        drawn_B = (p_BV / torch.empty_like(p_BV).exponential_()).argmax(1)
-        return torch.where(temperature_B1.squeeze(1) > 0, drawn_B, logits_BV.argmax(1))
+    def _step(self) -> None:
+        """One token more in every row."""
+        if self._replay is None:
+            on_gpu = self.model.device.type == "cuda"
+            self._replay = capture_for(self.model.device)(self._advance, lambda: None) if on_gpu else self._advance
+        self._replay()
 
-    def _keep(self, rows_B: Tensor) -> None:
-        """Move these rows to the front of the cache."""
-        cache = self.model.cache
-        for pair in cache.layers.values():
-            for buffer in pair:
-                buffer[: len(rows_B)] = buffer[rows_B]
-        cache.lengths_B[: len(rows_B)] = cache.lengths_B[rows_B]
+    def _advance(self) -> None:
+        """Draw by argmax of logits - T log e, e exponential: the Gumbel trick, and greedy where T = 0.
+
+        A row that is done goes on where it is: its length stays, so that it never outgrows the cache.
+        """
+        lengths_B = self.model.cache.lengths_B
+        before_B = lengths_B.clone()
+        plan = self.model.cache.plan(before_B, torch.ones_like(before_B), 1, slice(0, len(before_B)), None)
+        logits_BV = self.model.forward(self.last_B.unsqueeze(1), plan, keep=1)[:, 0].float()
+        noise_BV = torch.empty_like(logits_BV).exponential_().log_()
+        drawn_B = (logits_BV - self.temperature_B.unsqueeze(1) * noise_BV).argmax(1)
+        token_B = torch.where(self.done_B, self.last_B, drawn_B)
+        column_B = torch.where(self.done_B, self.most, self.count_B)
+        self.written_BT.scatter_(1, column_B.unsqueeze(1), token_B.unsqueeze(1))
+        lengths_B.copy_(torch.where(self.done_B, before_B, lengths_B))
+        self.last_B.copy_(token_B)
+        self.count_B += (~self.done_B).long()
+        self.done_B |= (token_B.unsqueeze(1) == self.stops_S).any(1) | (self.count_B >= self.limit_B)
 
 
 def user_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -169,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     prompts = load_texts([args.prompts])[part::parts]
     longest = max([SELF_TOKENS + 64, *(len(text.prompt) for text in prompts)])
-    waves = Waves(
+    writer = Writer(
         args.target,
         dtype=args.dtype,
         rows=args.rows,
@@ -178,12 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=args.seconds,
     )
     torch.manual_seed(stable_seed(args.seed, part))
-    prompts += waves.self_prompts(args.self // parts)
+    print(f"part {args.part}: ready after {time.monotonic() - start:.0f} s", flush=True)
+    prompts += writer.self_prompts(args.self // parts)
     jobs = list(jobs_of(prompts, copies))
     random.Random(args.seed).shuffle(jobs)
-    texts = waves.complete(jobs, args.max_tokens)
-    save_texts(args.out, texts)
+    texts = writer.complete(jobs, args.max_tokens)
     tokens, seconds = sum(len(text.completion) for text in texts), time.monotonic() - start
+    save_texts(args.out, texts)
     print(f"part {args.part}: {len(texts)} of {len(jobs)} texts, {tokens} tokens in {seconds:.0f} s", flush=True)
     return 0
 

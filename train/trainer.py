@@ -93,8 +93,7 @@ class Trainer:
             student.model.gradient_checkpointing_enable({"use_reentrant": False})
         student.to(self.accelerator.device)
         if self.recipe.compile:
-            for layer in student.model.get_decoder().layers:
-                layer.compile()
+            student.compile_parts()
         optimizer = torch.optim.AdamW(
             [weight for weight in student.parameters() if weight.requires_grad],
             lr=self.recipe.lr,
