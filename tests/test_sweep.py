@@ -147,7 +147,7 @@ def test_the_writer_gives_the_engines_greedy_texts(target_folder: Path, monkeypa
     monkeypatch.setattr(sweep_traces, "PREFILL_ROWS", 3)
     writer = sweep_traces.Writer(str(target_folder), dtype="float32", rows=5, max_tokens=24, longest=50, seconds=600)
     # byte tokens that a random model says now and then, so that rows end at different steps
-    writer.stops_S = torch.arange(0, 260, 13)
+    writer.stops_S = torch.arange(0, 260, 13, device=writer.model.device)
     prompts = [text([(7 * n + i) % 250 for i in range(2 + 3 * n)], []) for n in range(14)]
     found = writer.complete([(prompt, 0.0) for prompt in prompts], 24)
     model = AutoModelForCausalLM.from_pretrained(target_folder)
