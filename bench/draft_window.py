@@ -44,7 +44,7 @@ from train.intervals import ratio_interval
 CHUNK = 128  # tokens a forward: the ring is longer by so many
 DRAFTED = 8 + 2  # and by drafts that were rolled back, and what a row may have missed
 FULL = "full"
-MOST_PROMPTS = 100_000
+SHORT_PROMPT = 16  # tokens: hardly any is shorter, so that not more are asked for than are needed
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         config = load_config(args.config, args.set)
-        prompts = load_prompts("texts", args.texts, MOST_PROMPTS, args.seed)
+        prompts = load_prompts("texts", args.texts, args.limit * args.context // SHORT_PROMPT + 1, args.seed)
         texts = list(islice(texts_of(load_tokenizer(config.models), prompts, args.context), args.limit))
         if not texts:
             raise ValueError(f"{args.texts}: {len(prompts)} prompts are under {args.context} tokens; lower --context")
