@@ -3,11 +3,13 @@
 A layer is a pre-norm block: x += o(attention(rotary(qkv(norm x)))), x += down(SiLU(gate(norm x)) * up(norm x)). The
 projections that read the same input are one product: their weights are laid side by side once, and the modules'
 parameters become views of that, so memory is not doubled and the modules work on. What stands between the products is
-in specdec.fast_kernels, attention in specdec.fast_attention. Nothing here depends on what is in a tensor, and nothing
-waits for the device. Shapes: B rows of q tokens, T = B * q, E hidden size, C positions, V vocabulary.
+in specdec.fast_kernels, attention in specdec.fast_attention. With few tokens the products take in the norms and the
+additions (specdec.fast_residual), so that a layer has four launches and those of attention. Nothing here depends on
+what is in a tensor, and nothing waits for the device. Shapes: B rows of q tokens, T = B * q, E hidden size, C
+positions, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.nn import functional
 
 from specdec.fast_attention import attend
 from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store
-from specdec.fast_linear import Choices, Product, Scratch, choose_tilings, graph_seconds
+from specdec.fast_linear import MAX_ROWS, Product, Scratch
+from specdec.fast_residual import Norm, Normed, Residual, embed
+from specdec.fast_tilings import Choices, FusedChoices, choose_fused, choose_tilings, graph_seconds, untimed
 from specdec.kvcache import Plan, RaggedCache
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -25,20 +29,9 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILINGS: Choices = {}  # timed once a process: engines are made again and again on one model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    weight_E: Tensor
-    epsilon: float
-
-    @classmethod
-    def of(cls, module: Any) -> "Norm":
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if epsilon is None:
-            raise ValueError(f"{type(module).__name__} has no epsilon")
-        return cls(weight_E=module.weight.detach(), epsilon=float(epsilon))
+# Timed once a process: engines are made again and again on one model.
+_TILINGS: Choices = {}
+_FUSED_TILINGS: FusedChoices = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +67,6 @@ class Layer:
             window=window,
         )
 
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
-
 
 class FastDecoder:
     """`forward` as CachedModel has it, over the weights of `module`.
@@ -85,12 +74,14 @@ class FastDecoder:
     windows: how many positions each layer sees. num_positions: how many positions will be used; their angles come from
     the model's own rotary module, once. tuned: products of a few rows get the kernels that are fastest here.
     Raises ValueError that names the feature it does not compute.
+
+    fused: whether the products of few tokens take in the norms and the additions; benches and tests compare both ways.
     """
 
     def __init__(self, module: Any, *, windows: Sequence[int | None], num_positions: int, tuned: bool = True) -> None:
         _check_supported(module)
         inner, device = module.model, module.device
-        scratch = Scratch(device)
+        self.scratch = scratch = Scratch(device)
         with torch.inference_mode(False), torch.no_grad():  # parameters may be trained later
             used = inner.layers[: len(windows)]
             self.layers = [Layer.of(m, window, scratch) for m, window in zip(used, windows, strict=True)]
@@ -101,35 +92,80 @@ class FastDecoder:
             cosine_1CD, sine_1CD = inner.rotary_emb(probe_E, torch.arange(num_positions, device=device).unsqueeze(0))
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
-            if tuned and device.type == "cuda" and not INTERPRETED:
-                products = [*(p for layer in self.layers for p in layer.products), self.head]
-                choose_tilings(products, graph_seconds, _TILINGS)
+            self.fused = tuned and self._choose_tilings()
+
+    def _choose_tilings(self) -> bool:
+        """How each product is cut up; whether the kernel can be all of those beside the residual stream."""
+        reading = [*(p for layer in self.layers for p in (layer.qkv, layer.gate_up)), self.head]
+        adding = [p for layer in self.layers for p in (layer.out, layer.down)]
+        if INTERPRETED:
+            untimed([*reading, *adding])
+            return True
+        choose_tilings([*reading, *adding], graph_seconds, _TILINGS)
+        return choose_fused(reading, adding, self._products_alone, graph_seconds, _TILINGS, _FUSED_TILINGS)
 
     def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
+        B, q = tokens_Bq.shape
         with torch.cuda.device_of(tokens_Bq):  # Triton launches on the current device
-            states_NE = self.states(tokens_Bq, cache, plan, keep, len(self.layers))
-            return self.head(states_NE).view(len(tokens_Bq), keep, -1)
+            if self._fuses(tokens_Bq):
+                residual = self._stream(tokens_Bq, len(self.layers), self._attends(cache, plan))
+                return self.head.of(Normed(residual=residual, norm=self.norm, q=q, keep=keep)).view(B, keep, -1)
+            return self.head(self.states(tokens_Bq, cache, plan, keep, len(self.layers))).view(B, keep, -1)
 
     def states(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int, num_layers: int) -> Tensor:
         """The last `keep` columns after `num_layers` layers [B * keep, E]: normalised after the last one only."""
         q = tokens_Bq.shape[1]
-        residual_TE = functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
+        attention = self._attends(cache, plan)
         x_TE = None
-        for layer in self.layers[:num_layers]:
-            x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
-            x_TE = layer.out(self._attention(layer, x_TE, cache, plan))
-            x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
-            x_TE = layer.down(layer.gate_up(x_TE))
+        if self._fuses(tokens_Bq):
+            residual_TE = self._stream(tokens_Bq, num_layers, attention).values_TE
+        else:
+            residual_TE = functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
+            for layer in self.layers[:num_layers]:
+                x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
+                x_TE = layer.out(attention(layer, layer.qkv(x_TE)))
+                x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
+                x_TE = layer.down(layer.gate_up(x_TE))
         if num_layers < len(self.layers):
-            return (residual_TE + x_TE).view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
+            states_TE = residual_TE if x_TE is None else residual_TE + x_TE
+            return states_TE.view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
         return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
 
-    def _attention(self, layer: Layer, x_TE: Tensor, cache: RaggedCache, plan: Plan) -> Tensor:
+    def _fuses(self, tokens_Bq: Tensor) -> bool:
+        return self.fused and tokens_Bq.numel() <= MAX_ROWS
+
+    def _stream(self, tokens_Bq: Tensor, num_layers: int, attention: Callable[[Layer, Tensor], Tensor]) -> Residual:
+        """The residual stream of few tokens after `num_layers` layers."""
+        residual = embed(tokens_Bq.flatten(), self.embedding_VE, self.scratch.squares(tokens_Bq.numel(), 1))
+        for layer in self.layers[:num_layers]:
+            qkv_TF = layer.qkv.of(Normed(residual=residual, norm=layer.input_norm))
+            residual = layer.out.add_to(residual, attention(layer, qkv_TF))
+            mlp_TI = layer.gate_up.of(Normed(residual=residual, norm=layer.mlp_norm))
+            residual = layer.down.add_to(residual, mlp_TI)
+        return residual
+
+    def _products_alone(self, rows: int) -> Callable[[], object]:
+        """A forward of so many tokens with something short in attention's place, to be timed."""
+        tokens_T1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.embedding_VE.device)
+        heads_TK = torch.ones_like(self.layers[0].out.weight_NK[:1]).expand(rows, -1).contiguous()
+
+        def attention(layer: Layer, qkv_TF: Tensor) -> Tensor:
+            embed(tokens_T1.flatten(), self.embedding_VE, self.scratch.squares(rows, 1))
+            return heads_TK
+
+        def run() -> Tensor:
+            return self.head.of(Normed(residual=self._stream(tokens_T1, len(self.layers), attention), norm=self.norm))
+
+        return run
+
+    def _attends(self, cache: RaggedCache, plan: Plan) -> Callable[[Layer, Tensor], Tensor]:
+        return lambda layer, qkv_TF: self._attention(layer, qkv_TF, cache, plan)
+
+    def _attention(self, layer: Layer, qkv_TF: Tensor, cache: RaggedCache, plan: Plan) -> Tensor:
         B, q = plan.positions_Bq.shape
         buffers = cache.layers[layer.index]
         _, kv_heads, _, dim = buffers[0].shape
-        qkv_TF = layer.qkv(x_TE)
         norms = layer.head_norms
         weights = (norms[0].weight_E, norms[1].weight_E) if norms else None
         rotate_and_store(qkv_TF, weights, norms[0].epsilon if norms else 0.0, self.angles_CD, buffers, plan)

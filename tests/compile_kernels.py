@@ -21,7 +21,8 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import Scratch, candidates, split_product
+from specdec.fast_linear import Scratch, split_product
+from specdec.fast_tilings import candidates
 from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
 from specdec.state import RowState

@@ -74,10 +74,12 @@ def test_equals_the_eager_forward(kernel_device, family) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_it_rounds_where_the_modules_do(kernel_device, family) -> None:
-    """A difference of one rounding grows through two layers to 1 or 2 %."""
-    errors = largest_errors(*pair(tiny(family, torch.bfloat16), kernel_device))
-    assert max(errors) < 0.03, errors
+def test_in_half_precision_it_rounds_where_the_modules_do(kernel_device, family) -> None:
+    """A difference of one rounding grows through two layers to 1 or 2 % in bfloat16, to an eighth of that in float16,
+    which the interpreter rounds right."""
+    dtype, tolerance = (torch.bfloat16, 0.03) if kernel_device == "cuda" else (torch.float16, 0.004)
+    errors = largest_errors(*pair(tiny(family, dtype), kernel_device))
+    assert max(errors) < tolerance, errors
 
 
 def test_windows_of_the_layers_are_kept(kernel_device) -> None:
@@ -227,8 +229,8 @@ def test_a_wrong_kernel_is_found_when_the_model_is_loaded(kernel_device, caplog,
 
 def test_without_triton_or_its_device(caplog, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        for name in ("fast_kernels", "fast_layers", "fast_attention", "fast_linear"):
-            patch.delitem(sys.modules, f"specdec.{name}")
+        for name in ("kernels", "layers", "attention", "linear", "product", "residual", "tilings"):
+            patch.delitem(sys.modules, f"specdec.fast_{name}")
         patch.setitem(sys.modules, "triton", None)
         assert "triton is not installed" in refusal(tiny("llama"), caplog)
     monkeypatch.setattr("specdec.fast_kernels.INTERPRETED", False)

@@ -6,8 +6,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from specdec import fast_linear
-from specdec.fast_linear import MAX_ROWS, Product, Scratch, Tiling, candidates, choose_tilings, split_product
+from specdec import fast_linear, fast_tilings
+from specdec.fast_linear import MAX_ROWS, Product, Scratch, Tiling, split_product
+from specdec.fast_tilings import candidates, choose_tilings
 
 # In float32 a GPU's products of three TF32 ones.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -81,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, fast: Tiling | None, torch_seconds: f
 
 
 def test_the_fastest_is_chosen_for_each_shape_and_torch_when_nothing_gains(kernel_device, monkeypatch) -> None:
-    monkeypatch.setattr(fast_linear, "candidates", lambda outputs, inputs: SMALL)
+    monkeypatch.setattr(fast_tilings, "candidates", lambda outputs, inputs: SMALL)
     for torch_seconds, expected in ((2.0, SMALL[1]), (1.01, None)):
         products = [product_of(n, 16, torch.float32, kernel_device, bias=False) for n in (16, 16, 32)]
         for product in products:
@@ -93,11 +94,11 @@ def test_the_fastest_is_chosen_for_each_shape_and_torch_when_nothing_gains(kerne
         choose_tilings(again, lambda run: pytest.fail("was timed before"), known)
         assert [(p.single, p.few) for p in again] == [(expected, expected)] * 2
         monkeypatch.undo()
-        monkeypatch.setattr(fast_linear, "candidates", lambda outputs, inputs: SMALL)
+        monkeypatch.setattr(fast_tilings, "candidates", lambda outputs, inputs: SMALL)
 
 
 def test_a_kernel_that_is_wrong_is_never_chosen(kernel_device, monkeypatch) -> None:
-    monkeypatch.setattr(fast_linear, "candidates", lambda outputs, inputs: SMALL)
+    monkeypatch.setattr(fast_tilings, "candidates", lambda outputs, inputs: SMALL)
     seconds = clock(monkeypatch, SMALL[1], 2.0)
     noted = fast_linear.split_product
     monkeypatch.setattr(fast_linear, "split_product", lambda *args, **options: 1.001 * noted(*args, **options))

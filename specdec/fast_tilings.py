@@ -1,0 +1,245 @@
+"""How each product of a model is cut up for its kernel (specdec.fast_linear): timed, on a CUDA device only.
+
+A product by itself is timed over all layers' weights of its shape in one CUDA graph, so that they come from memory as
+they do in a forward and not from the L2 cache, and against torch's. Products beside a residual stream follow each other
+without anything between: of those, the fastest by themselves are timed again in a graph of all of a forward's products,
+one kind after the other, with the best so far of the other kinds. Shapes: M rows, K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.fast_kernels import add_norm
+from specdec.fast_linear import MAX_ROWS, Product, Tiling
+from specdec.fast_residual import Norm, Normed, Residual
+
+# What a candidate must gain over torch's product, which is chosen when in doubt.
+_WORTH_IT = 0.97
+# How many of the fastest by themselves are tried beside a residual stream.
+_TRIED = 6
+_CLASS_ROWS = 1, MAX_ROWS // 2  # what a row class is timed with
+Seconds = Callable[[Callable[[], object]], float]  # how long a call takes: `graph_seconds`
+
+# The fewer the outputs, the more splits it takes to have enough programs; an output head has enough with one.
+_SPLIT_UP_TO = 65_536
+CANDIDATES = tuple(
+    Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=stages, early=early)
+    for block_n, block_k, splits, stages in (
+        (32, 128, 1, 5),
+        (64, 128, 1, 3),
+        (64, 128, 1, 5),
+        (64, 256, 1, 3),
+        (128, 128, 1, 3),
+        (32, 128, 2, 5),
+        (32, 128, 4, 3),
+        (64, 128, 4, 4),
+    )
+    for early in (True, False)
+)
+
+
+# Outputs by inputs that a program holds at once, and the fewest and most programs: a GPU of 132 multiprocessors has to
+# have all of them at once, or the later ones load nothing ahead.
+_HELD_BLOCKS = ((16, 256), (16, 512), (32, 256), (32, 512))
+_HELD_PROGRAMS = 64, 4 * 132
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is fastest (None: torch), and the kernel's tilings that are right, from the fastest to the slowest."""
+
+    plain: Tiling | None
+    ranked: tuple[Tiling, ...]
+
+
+Key = tuple[object, ...]
+# By kind and number of products: for one row, for few.
+Choices = dict[Key, tuple[Choice, ...]]
+# By kinds of a model's products: those of each beside a residual stream, for one row and for few (empty: none fits).
+FusedChoices = dict[Key, dict[Key, tuple[Tiling, ...]]]
+
+
+def choose_tilings(products: Sequence[Product], seconds: Seconds, known: Choices) -> None:
+    """Give all products of each shape what is fastest there for one and for several rows, and note it in `known`, where
+    the next engine on such a model finds it."""
+    for N, K in {tuple(product.weight_NK.shape) for product in products}:
+        for tiling in candidates(N, K):
+            products[0].scratch.reserve(*tiling.scratch(N))
+    for key, group in _by_kind(products).items():
+        if key not in known:
+            known[key] = tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS)
+        for product in group:
+            product.single, product.few = (choice.plain for choice in known[key])
+
+
+def choose_fused(
+    reading: Sequence[Product],
+    adding: Sequence[Product],
+    forward: Callable[[int], Callable[[], object]],
+    seconds: Seconds,
+    choices: Choices,
+    known: FusedChoices,
+) -> bool:
+    """Give the products that read a residual stream, and those that add to it, what is fastest in a forward, and note
+    it in `known`; False if the kernel cannot be one of them. forward: of the products alone, for so many rows. choices:
+    what `choose_tilings` found."""
+    groups = {(*key, False): group for key, group in _by_kind(reading).items()}
+    groups |= {(*key, True): group for key, group in _by_kind(adding).items()}
+    all_kinds = tuple(groups)
+    if all_kinds not in known:
+        fitting = {key: _fitting(group[0], bool(key[-1]), choices[key[:-1]]) for key, group in groups.items()}
+        usable = all(tilings for each in fitting.values() for tilings in each)
+        known[all_kinds] = _fastest_together(groups, fitting, forward, seconds) if usable else {}
+    for key, group in groups.items():
+        _set(group, known[all_kinds].get(key, ()))
+    return bool(known[all_kinds])
+
+
+def untimed(products: Sequence[Product]) -> None:
+    """Tilings for Triton's interpreter, which takes milliseconds a program: two splits of two blocks where possible."""
+    for product in products:
+        block_n, block_k = (min(128, triton.next_power_of_2(triton.cdiv(size, 2))) for size in product.weight_NK.shape)
+        tiling = Tiling(block_n=max(16, block_n), block_k=max(16, block_k), splits=2, warps=4, stages=1)
+        product.scratch.reserve(*tiling.scratch(len(product.weight_NK)))
+        product.fused = tiling, tiling
+
+
+def _by_kind(products: Sequence[Product]) -> dict[Key, list[Product]]:
+    groups: dict[Key, list[Product]] = {}
+    for product in products:
+        groups.setdefault(product.kind, []).append(product)
+    return {(*kind, len(group)): group for kind, group in groups.items()}
+
+
+def _timed(group: list[Product], rows: int, seconds: Seconds) -> Choice:
+    first = group[0]
+    N, K = first.weight_NK.shape
+    x_MK = torch.randn(rows, K, device=first.weight_NK.device).to(first.weight_NK.dtype)
+    by_torch = seconds(partial(_in_turn, group, x_MK, Product.by_torch))
+    taken = {
+        tiling: seconds(partial(_in_turn, group, x_MK, partial(Product.by_splits, tiling=tiling)))
+        for tiling in candidates(N, K)
+        if _agrees(first, x_MK, tiling)
+    }
+    ranked = tuple(sorted(taken, key=taken.__getitem__))
+    plain = ranked[0] if ranked and taken[ranked[0]] < _WORTH_IT * by_torch else None
+    return Choice(plain, ranked)
+
+
+def _fitting(product: Product, adds: bool, choices: tuple[Choice, ...]) -> list[list[Tiling]]:
+    agrees = _agrees_adding if adds else _agrees_reading
+    return [
+        [tiling for tiling in choice.ranked[:_TRIED] if agrees(product, rows, tiling)]
+        for rows, choice in zip(_CLASS_ROWS, choices, strict=True)
+    ]
+
+
+def _fastest_together(
+    groups: dict[Key, list[Product]],
+    fitting: dict[Key, list[list[Tiling]]],
+    forward: Callable[[int], Callable[[], object]],
+    seconds: Seconds,
+) -> dict[Key, tuple[Tiling, ...]]:
+    best = {key: tuple(tilings[0] for tilings in each) for key, each in fitting.items()}
+    for key, group in groups.items():
+        _set(group, best[key])
+    for which, rows in enumerate(_CLASS_ROWS):
+        run = forward(rows)
+        best_seconds = seconds(run)
+        for key, group in groups.items():
+            for tiling in fitting[key][which][1:]:
+                tried = *best[key][:which], tiling, *best[key][which + 1 :]
+                _set(group, tried)
+                taken = seconds(run)
+                if taken < best_seconds:
+                    best[key], best_seconds = tried, taken
+            _set(group, best[key])
+    return best
+
+
+def _set(group: list[Product], tilings: tuple[Tiling, ...]) -> None:
+    for product in group:
+        product.fused = tilings
+
+
+def _in_turn(group: list[Product], x_MK: Tensor, multiply: Callable[[Product, Tensor], Tensor]) -> None:
+    """As in a forward a product comes after a small kernel, whose time is all it has to get ready."""
+    weight_K = torch.ones_like(x_MK[0])
+    for product in group:
+        multiply(product, add_norm(None, x_MK, weight_K, 1e-6))
+
+
+def candidates(N: int, K: int) -> list[Tiling]:
+    """What is tried for N outputs of K inputs."""
+    found = [tiling for tiling in CANDIDATES if tiling.splits == 1 or N <= _SPLIT_UP_TO]
+    for block_n, block_k in _HELD_BLOCKS:
+        splits, warps = triton.cdiv(K, block_k), 4 if block_n * block_k <= 8192 else 8
+        if _HELD_PROGRAMS[0] <= triton.cdiv(N, block_n) * splits <= _HELD_PROGRAMS[1]:
+            found.append(Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=warps, stages=1))
+    return found
+
+
+def _agrees(product: Product, x_MK: Tensor, tiling: Tiling) -> bool:
+    """Whether the kernel fits on the device and gives torch's product, up to the rounding of the result."""
+    try:
+        got = product.by_splits(x_MK, tiling)
+    except triton.OutOfResources:
+        return False
+    return _close(got, product.by_torch(x_MK))
+
+
+def _agrees_reading(product: Product, rows: int, tiling: Tiling) -> bool:
+    """The same of the norm of a residual stream."""
+    weight_NK = product.weight_NK
+    values_TE = torch.randn(rows, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+    residual = Residual(values_TE=values_TE, squares_TP=values_TE.float().square().sum(1, keepdim=True))
+    norm = Norm(weight_E=torch.rand_like(values_TE[0]) + 0.5, epsilon=1e-6)
+    try:
+        got = product.by_splits(Normed(residual=residual, norm=norm), tiling)
+    except triton.OutOfResources:
+        return False
+    return _close(got, product.by_torch(add_norm(None, values_TE, norm.weight_E, norm.epsilon)))
+
+
+def _agrees_adding(product: Product, rows: int, tiling: Tiling) -> bool:
+    """The same of a residual stream that is added to, and of its sums of squares."""
+    N, K = product.weight_NK.shape
+    x_TK = torch.randn(rows, K, device=product.weight_NK.device).to(product.weight_NK.dtype)
+    values_TE = 8 * torch.randn_like(x_TK[:, :1].expand(rows, N))
+    expected = values_TE + product.by_torch(x_TK)
+    residual = Residual(values_TE=values_TE, squares_TP=product.scratch.squares(rows, 1))
+    try:
+        added = product.added(residual, x_TK, tiling)
+    except triton.OutOfResources:
+        return False
+    squares_T = values_TE.double().square().sum(1)
+    agree = torch.allclose(added.squares_TP.double().sum(1), squares_T, rtol=1e-5)
+    return agree and _close(values_TE, expected)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    error = (got.double() - expected.double()).norm()
+    return bool(error <= 4 * torch.finfo(got.dtype).eps * expected.double().norm())
+
+
+def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Device time of one replay of `run` captured in a CUDA graph: the median of `repeats`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]
