@@ -21,7 +21,8 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import decode_attention
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import Scratch, split_product
+from specdec.fast_linear import Scratch, Tiling, add_product, split_product
+from specdec.fast_residual import Norm, Normed, embed
 from specdec.fast_tilings import candidates
 from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
@@ -101,6 +102,29 @@ def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch, gated=gated)
 
 
+def layer(hidden: int, inner: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """A decoder layer's products beside the residual stream, in each tiling that may be tried."""
+    scratch = Scratch(torch.device("cpu"))
+    weight_VE, tokens = torch.zeros(8, hidden, dtype=dtype), torch.zeros(5, dtype=torch.int64)
+    residual = embed(tokens, weight_VE, scratch.squares(5, 1))
+    normed = Normed(residual=residual, norm=Norm(weight_E=weight_VE[0], epsilon=1e-6))
+    for outputs, gated in (((heads + 2 * kv_heads) * dim, False), (2 * inner, True)):
+        weight = torch.zeros(outputs, hidden, dtype=dtype)
+        for tiling in reserved(scratch, outputs, hidden):
+            split_product(normed, weight, None, tiling, scratch, gated=gated)
+    for inputs in (heads * dim, inner):
+        weight = torch.zeros(hidden, inputs, dtype=dtype)
+        for tiling in reserved(scratch, hidden, inputs):
+            add_product(residual, torch.zeros(5, inputs, dtype=dtype), weight, None, tiling, scratch)
+
+
+def reserved(scratch: Scratch, outputs: int, inputs: int) -> list[Tiling]:
+    tried = candidates(outputs, inputs)
+    for tiling in tried:
+        scratch.reserve(*tiling.scratch(outputs))
+    return tried
+
+
 def rounds(dtype: torch.dtype) -> None:
     """What a round does between its forwards."""
     B, K = 4, 3
@@ -125,6 +149,8 @@ def main() -> None:
     run_all(32, 8, 128, 4096, torch.bfloat16)
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)
+    layer(1024, 3072, 16, 8, 128, torch.bfloat16)
+    layer(4096, 12_288, 32, 8, 128, torch.bfloat16)
     rounds(torch.bfloat16)
     print(json.dumps({name: list(variants.values()) for name, variants in found.items()}))
 

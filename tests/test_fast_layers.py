@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -80,6 +81,38 @@ def test_in_half_precision_it_rounds_where_the_modules_do(kernel_device, family)
     dtype, tolerance = (torch.bfloat16, 0.03) if kernel_device == "cuda" else (torch.float16, 0.004)
     errors = largest_errors(*pair(tiny(family, dtype), kernel_device))
     assert max(errors) < tolerance, errors
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
+def test_products_that_take_in_norms_and_additions_change_nothing(kernel_device, monkeypatch, dtype) -> None:
+    """One model both ways: one row, and a few of which the last columns are kept; early states too."""
+    monkeypatch.setattr("specdec.fast._check_deviation", lambda *args: None)
+    quick = CachedModel(tiny("qwen2", dtype).to(kernel_device), num_rows=ROWS, capacity=CAPACITY, fast=True)
+    decoder = quick._fast
+    assert decoder.fused
+    for rows, q, keep, layers in ((1, 1, 1, 2), (2, 3, 2, 2), (2, 2, 1, 1)):
+        tokens_Bq = torch.arange(rows * q, device=kernel_device).view(rows, q)
+        zero_B = torch.zeros(rows, dtype=torch.int64, device=kernel_device)
+        outs = []
+        for fused in (True, False):
+            decoder.fused = fused
+            with torch.inference_mode(), monkeypatch.context() as patch:
+                plan = quick.cache.plan(zero_B, zero_B + q, q, slice(0, rows), None)
+                if fused:
+                    patch.setattr(fast_layers, "add_norm", None)
+                    patch.setattr(functional, "linear", None)
+                whole = layers == len(decoder.layers)
+                arguments = (tokens_Bq, quick.cache, plan, keep)
+                outs.append(decoder.forward(*arguments) if whole else decoder.states(*arguments, layers))
+        error = (outs[0].double() - outs[1].double()).norm() / outs[1].double().norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-3)
+
+
+def test_without_a_kernel_that_fits_the_products_stay_as_they_are(kernel_device, monkeypatch) -> None:
+    """And with more tokens than the kernel takes."""
+    monkeypatch.setattr(fast_layers.FastDecoder, "_choose_tilings", lambda decoder: False)
+    errors = largest_errors(*pair(tiny("llama", layers=1), kernel_device))
+    assert max(errors) < 5e-5, errors
 
 
 def test_windows_of_the_layers_are_kept(kernel_device) -> None:

@@ -7,8 +7,10 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="triton is not installed")
 
 from specdec import fast_linear, fast_tilings
+from specdec.fast_kernels import add_norm
 from specdec.fast_linear import MAX_ROWS, Product, Scratch, Tiling, split_product
-from specdec.fast_tilings import candidates, choose_tilings
+from specdec.fast_residual import Norm, Normed, Residual, embed
+from specdec.fast_tilings import Choice, candidates, choose_fused, choose_tilings
 
 # In float32 a GPU's products of three TF32 ones.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -49,6 +51,96 @@ def test_equals_torchs_product(kernel_device, tiling, dtype, bias, gated) -> Non
         assert got.dtype == dtype
         assert error < TOLERANCE[dtype] * (3 if gated else 1)  # SiLU enlarges the rounding of its argument
         assert not product.scratch.arrived_N.any()
+
+
+def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal, but for the order of a float32 sum: in half precision a last bit here and there."""
+    error = (got.double() - expected.double()).norm() / expected.double().norm()
+    if got.dtype == torch.float32:
+        assert error < 2e-6
+    else:
+        assert error < torch.finfo(got.dtype).eps / 4
+        assert (got != expected).float().mean() < 0.05
+
+
+def stream(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str) -> tuple[Product, Residual, Norm]:
+    """A product that adds to a stream of `outputs`, after an embedding. Scratch is NaN where nothing was left."""
+    product = product_of(outputs, inputs, dtype, device, bias=False)
+    for tiling in SMALL:
+        product.scratch.reserve(*tiling.scratch(2 * outputs))
+    for stale in (product.scratch.partial_N, product.scratch.squares_N):
+        stale.fill_(torch.nan)
+    generator = torch.Generator().manual_seed(rows)
+    embedding_VE = 3 * torch.randn(9, outputs, generator=generator).to(dtype).to(device)
+    tokens_T = torch.randint(9, (rows,), generator=generator).to(device)
+    residual = embed(tokens_T, embedding_VE, product.scratch.squares(rows, 1))
+    assert torch.equal(residual.values_TE, embedding_VE[tokens_T])
+    weight_E = 1 + 0.2 * torch.randn(outputs, generator=generator)
+    return product, residual, Norm(weight_E=weight_E.to(dtype).to(device), epsilon=1e-5)
+
+
+# The interpreter cuts bfloat16 off where a GPU rounds; it rounds float16 right.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tiling", SMALL)
+def test_products_beside_a_residual_stream(kernel_device, dtype, tiling) -> None:
+    """What `add_norm` between two products gives, for a stream that no block divides; the second reads kept tokens."""
+    rows, inputs, width = 6, 24, 40
+    adding, residual, norm = stream(rows, inputs, width, dtype, kernel_device)
+    reading = product_of(20, width, dtype, kernel_device, bias=True, gated=True)
+    reading.scratch = adding.scratch
+    for product in (reading, adding):
+        product.fused = tiling, tiling
+    x_TK = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(kernel_device)
+    expected_TE = residual.values_TE.clone()
+    got = reading.of(Normed(residual=residual, norm=norm))
+    expected = reading.by_splits(add_norm(None, expected_TE, norm.weight_E, norm.epsilon), tiling)
+    assert_rounded_alike(got, expected)
+    for q, keep in ((1, 1), (3, 2)):
+        residual = adding.add_to(residual, x_TK)
+        y_TE = adding.by_splits(x_TK, tiling)
+        normed_TE = add_norm(y_TE, expected_TE, norm.weight_E, norm.epsilon)
+        assert torch.equal(residual.values_TE, expected_TE)
+        squares_T = expected_TE.double().square().sum(1)
+        torch.testing.assert_close(residual.squares_TP.double().sum(1), squares_T, rtol=1e-5, atol=0)
+        got = reading.of(Normed(residual=residual, norm=norm, q=q, keep=keep))
+        kept = normed_TE.view(rows // q, q, width)[:, q - keep :].flatten(0, 1)
+        assert_rounded_alike(got, reading.by_splits(kept, tiling))
+        assert not adding.scratch.arrived_N.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+def test_all_candidates_beside_a_residual_stream_on_a_gpu(rows) -> None:
+    """In a graph of both, replayed while kernels overlap: each replay adds once, with the same bits each time."""
+    inputs, width, dtype = 2048, 1024, torch.bfloat16
+    adding, residual, norm = stream(rows, inputs, width, dtype, "cuda")
+    reading = product_of(3072, width, dtype, "cuda", bias=False)
+    reading.scratch = adding.scratch
+    for product in (reading, adding):
+        for tiling in candidates(*product.weight_NK.shape):
+            adding.scratch.reserve(*tiling.scratch(len(product.weight_NK)))
+    x_TK = torch.randn(rows, inputs, device="cuda").to(dtype)
+    start_TE = residual.values_TE.clone()
+    expected_TE = start_TE.clone()
+    normed_TE = add_norm(functional.linear(x_TK, adding.weight_NK), expected_TE, norm.weight_E, norm.epsilon)
+    expected = functional.linear(normed_TE, reading.weight_NK)
+    for i in range(max(len(candidates(width, inputs)), len(candidates(3072, width)))):
+        for product in (reading, adding):
+            tried = candidates(*product.weight_NK.shape)
+            product.fused = (tried[i % len(tried)],) * 2
+
+        def run() -> torch.Tensor:
+            residual.values_TE.copy_(start_TE)
+            return reading.of(Normed(residual=adding.add_to(residual, x_TK), norm=norm))
+
+        first = run().clone()
+        torch.testing.assert_close(first, expected, rtol=2**-6, atol=0.5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [run() for _ in range(10)]
+        for _ in range(5):
+            graph.replay()
+            assert all(torch.equal(out, first) for out in outs)
 
 
 @pytest.mark.gpu
@@ -115,3 +207,65 @@ def test_many_rows_go_through_torch(kernel_device) -> None:
     for rows in (1, MAX_ROWS, MAX_ROWS + 1):
         x = torch.randn(rows, 32, device=kernel_device)
         torch.testing.assert_close(product(x), functional.linear(x, product.weight_NK, product.bias_N))
+
+
+def layers_of_products(device: str) -> tuple[list[Product], list[Product]]:
+    """Two layers of (reading, adding) products that share their scratch."""
+    reading, adding = ([product_of(n, 16, torch.float32, device, bias=False) for n in (32, 32)] for _ in range(2))
+    for product in (*reading, *adding):
+        product.scratch = reading[0].scratch
+        for tiling in SMALL:
+            product.scratch.reserve(*tiling.scratch(32))
+    return reading, adding
+
+
+def choices_of(products: list[Product], ranked: tuple[Tiling, ...]) -> dict:
+    return {(*products[0].kind, len(products)): (Choice(None, ranked),) * 2}
+
+
+def test_products_beside_a_stream_are_timed_together(kernel_device) -> None:
+    """Each gets what is best with what the others have, for one row and for few, and nothing is timed twice."""
+    reading, adding = layers_of_products(kernel_device)
+    choices = choices_of(reading, tuple(SMALL[:3]))
+    best = {1: (SMALL[2], SMALL[0]), 8: (SMALL[0], SMALL[1])}  # rows: (of the reading ones, of the adding ones)
+    timed: list[int] = []
+
+    def forward(rows: int):
+        return lambda: rows
+
+    def seconds(run) -> float:
+        rows = run()
+        timed.append(rows)
+        pairs = zip((reading[0], adding[0]), best[rows], strict=True)
+        return 1.0 + sum(product.fused[rows > 1] != tiling for product, tiling in pairs)
+
+    known: dict = {}
+    assert choose_fused(reading, adding, forward, seconds, choices, known)
+    assert timed == [1] * 5 + [8] * 5
+    others = layers_of_products(kernel_device)
+    assert choose_fused(*others, forward, lambda run: pytest.fail("was timed before"), choices, known)
+    for found in ((reading, adding), others):
+        assert [p.fused for p in found[0]] == [(SMALL[2], SMALL[0])] * 2
+        assert [p.fused for p in found[1]] == [(SMALL[0], SMALL[1])] * 2
+
+
+@pytest.mark.parametrize("wrong", ["split_product", "add_product"])
+def test_a_kernel_beside_a_stream_that_is_wrong_is_never_chosen(kernel_device, monkeypatch, wrong) -> None:
+    """Or one that does not fit on the device: a model stays without them then."""
+    real = getattr(fast_linear, wrong)
+    choices = choices_of(layers_of_products(kernel_device)[0], tuple(SMALL[:1]))
+    for raises in (False, True):
+
+        def broken(*args, raises=raises, **options):
+            out = real(*args, **options)
+            if raises:
+                raise fast_tilings.triton.OutOfResources(1, 0, "shared memory")
+            (out.values_TE if wrong == "add_product" else out).mul_(1.001)
+            return out
+
+        reading, adding = layers_of_products(kernel_device)
+        with monkeypatch.context() as patch:
+            patch.setattr(fast_linear, wrong, broken)
+            assert not choose_fused(reading, adding, lambda rows: None, lambda run: 1.0, choices, {})
+        assert [p.fused for p in (*reading, *adding)] == [()] * 4
+        assert choose_fused(reading, adding, lambda rows: None, lambda run: 1.0, choices, {})
