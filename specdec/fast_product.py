@@ -37,7 +37,6 @@ def _scale(squares_ptr, real, token, parts, K, epsilon, PARTS: tl.constexpr):
 
 @triton.jit
 def _by_blocks(
-    total,
     x_row_ptr,
     weight_row_ptr,
     norm_ptr,
@@ -52,7 +51,8 @@ def _by_blocks(
     NORM: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """total + x, or its norm, times the weight, from `begin` to `stop`."""
+    """x, or its norm, times the weight, of the inputs from `begin` to `stop`."""
+    total = tl.zeros([real.shape[0], within.shape[1]], tl.float32)
     for start in range(begin, stop, k.shape[0]):
         at = start + k
         x = tl.load(x_row_ptr + at[None, :], mask=real & (at[None, :] < K), other=0.0)
@@ -137,14 +137,13 @@ def split_product_kernel(
     m, n, k = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     share = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     begin, stop = split * share, tl.minimum((split + 1) * share, K)
-    token, scale, norm_weight, at = m, 1.0, 1.0, begin + k
+    token, scale, norm_weight, at = kept_token(m, q, keep) if NORM else m, 1.0, 1.0, begin + k
     row = n // 2 + (n % 2) * (N // 2) if GATED else n
     real, within, here = m[:, None] < M, n[None, :] < N, out_ptr + m[:, None] * N + n[None, :]
     weight_row_ptr = weight_ptr + row.to(tl.int64)[None, :] * K
     if HELD:
         weight = tl.load(weight_row_ptr + at[:, None], mask=within & (at[:, None] < K), other=0.0)
     if NORM:
-        token = kept_token(m, q, keep)
         norm_weight = tl.load(norm_ptr + at, mask=at < K, other=0.0)
     wait_for_last(EARLY)
     if ADD:  # other programs write what lies beside it in a cache line: only the L2 cache is read
@@ -156,9 +155,8 @@ def split_product_kernel(
         x = tl.load(x_row_ptr + at[None, :], mask=real & (at[None, :] < K), other=0.0)
         total = _dot(x, scale, norm_weight, weight, NORM, DOT)
     else:
-        none = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         total = _by_blocks(
-            none, x_row_ptr, weight_row_ptr, norm_ptr, real, within, scale, norm_weight, begin, stop, K, k, NORM, DOT
+            x_row_ptr, weight_row_ptr, norm_ptr, real, within, scale, norm_weight, begin, stop, K, k, NORM, DOT
         )
     if SPLITS > 1:
         place = block * SPLITS * BLOCK_M * BLOCK_N + m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
