@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # (where each of three rows starts, how many tokens it is fed): prefill by torch, then steps by the kernel: one token,
 # five, none in a row, and again from further back.
 _STEPS = (((0, 0, 0), (20, 7, 13)), ((20, 7, 13), (1, 1, 1)), ((21, 8, 14), (5, 0, 3)), ((19, 6, 15), (2, 9, 1)))
-_CHECK_CAPACITY = 32
+_CHECK_CAPACITY, _CHECK_ROWS = 32, 3
 # Relative deviation of the logits; in half precision, where rounding grows with depth, of the states after two layers,
 # and the logits only roughly (a factor that the head lacks).
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -39,7 +39,7 @@ def fast_decoder(
     try:
         if type(cache) is not RaggedCache:
             raise ValueError(f"its cache is a {type(cache).__name__}, which the kernels do not read")
-        return _checked_decoder(module, shapes, cache.num_positions, tuned)
+        return _checked_decoder(module, shapes, cache, tuned)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -51,7 +51,7 @@ def fast_decoder(
     return None
 
 
-def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positions: int, tuned: bool) -> "FastDecoder":
+def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], cache: RaggedCache, tuned: bool) -> "FastDecoder":
     from triton.errors import TritonError
 
     from specdec.fast_kernels import INTERPRETED
@@ -64,8 +64,11 @@ def _checked_decoder(module: Any, shapes: dict[int, tuple[int, int]], num_positi
     windows = _windows(module, shapes)
     try:
         with torch.cuda.device_of(next(module.parameters())):  # Triton launches on the current device
-            most = max(num_positions, _CHECK_CAPACITY)
-            decoder = FastDecoder(module, windows=windows, num_positions=most, tuned=tuned)
+            most = {
+                "num_positions": max(cache.num_positions, _CHECK_CAPACITY),
+                "num_rows": max(len(cache.lengths_B), _CHECK_ROWS),
+            }
+            decoder = FastDecoder(module, windows=windows, tuned=tuned, **most)
             _check_deviation(module, shapes, decoder)
     except TritonError as error:
         raise ValueError(f"a kernel cannot be built here ({type(error).__name__}: {error})") from error
@@ -98,13 +101,13 @@ def _windows(module: Any, shapes: dict[int, tuple[int, int]]) -> list[int | None
 def _check_deviation(module: Any, shapes: dict[int, tuple[int, int]], decoder: "FastDecoder") -> None:
     """ValueError when the two forwards differ by more than rounding where a row's tokens are real."""
     embedded = len(decoder.embedding_VE)
-    eager_cache, fast_cache = (_cache(module, shapes, num_rows=3) for _ in range(2))
+    eager_cache, fast_cache = (_cache(module, shapes, num_rows=_CHECK_ROWS) for _ in range(2))
     for starts, counts in _STEPS:
         q = max(counts)
         start_B, count_B = torch.tensor([starts, counts], device=module.device)
         column_q = torch.arange(q, device=module.device)
         tokens_Bq = (7 * start_B.unsqueeze(1) + 3 * column_q + 2) % embedded
-        plans = [cache.plan(start_B, count_B, q, slice(0, 3), None) for cache in (eager_cache, fast_cache)]
+        plans = [cache.plan(start_B, count_B, q, slice(0, _CHECK_ROWS), None) for cache in (eager_cache, fast_cache)]
         out = module(**eager_cache.inputs(tokens_Bq, plans[0]), output_hidden_states=True)
         if not torch.isfinite(out.logits).all():
             return  # NaN weights are reported by the request that meets them

@@ -118,6 +118,27 @@ def _rotated(first, second, cosine, sine, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def turned(
+    low,
+    high,
+    weight_low,
+    weight_high,
+    cosine,
+    sine,
+    epsilon,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The halves of heads [N, D / 2], in float32, normalised where NORM and rotated, with the modules' roundings."""
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + epsilon)[:, None]
+        low, high = weighted(low, scale, weight_low, DTYPE), weighted(high, scale, weight_high, DTYPE)
+    turned_low, turned_high = _rotated(low, high, cosine, sine, DTYPE), _rotated(high, low, cosine, -sine, DTYPE)
+    return turned_low.to(DTYPE), turned_high.to(DTYPE)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv_ptr,
     query_weight_ptr,
@@ -154,15 +175,14 @@ def _rotate_and_store(
     here = qkv_ptr + item * D + half
     low = tl.load(here, mask=real, other=0.0).to(tl.float32)
     high = tl.load(here + HALF, mask=real, other=0.0).to(tl.float32)
+    weight_low, weight_high = 1.0, 1.0
     if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + epsilon)[:, None]
         weight_ptr = tl.where(is_query, query_weight_ptr, key_weight_ptr) + half
-        low = tl.where(is_value, low, weighted(low, scale, tl.load(weight_ptr), DTYPE))
-        high = tl.where(is_value, high, weighted(high, scale, tl.load(weight_ptr + HALF), DTYPE))
+        weight_low, weight_high = tl.load(weight_ptr), tl.load(weight_ptr + HALF)
     angle = tl.load(positions_ptr + token, mask=real, other=0) * D + half
     cosine, sine = tl.load(cosine_ptr + angle).to(tl.float32), tl.load(sine_ptr + angle).to(tl.float32)
-    turned_low, turned_high = _rotated(low, high, cosine, sine, DTYPE), _rotated(high, low, cosine, -sine, DTYPE)
-    low, high = tl.where(is_value, low, turned_low).to(DTYPE), tl.where(is_value, high, turned_high).to(DTYPE)
+    turned_low, turned_high = turned(low, high, weight_low, weight_high, cosine, sine, epsilon, D, NORM, DTYPE)
+    low, high = tl.where(is_value, low.to(DTYPE), turned_low), tl.where(is_value, high.to(DTYPE), turned_high)
     tl.store(here, low, mask=real & is_query)
     tl.store(here + HALF, high, mask=real & is_query)
     stored = real & (head >= H)
@@ -182,7 +202,7 @@ INTERPRETED = not isinstance(_add_norm, triton.runtime.JITFunction)
 
 
 # Multiply and add in one would skip a rounding that the modules make between them.
-_UNFUSED = {} if INTERPRETED else {"enable_fp_fusion": False}
+UNFUSED = {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
 @lru_cache
@@ -276,7 +296,7 @@ def rotate_and_store(
         INDEXED=rows_B is not None,
         ITEMS=items,
         num_warps=2,
-        **_UNFUSED,
+        **UNFUSED,
         **early(qkv_TF.device),
     )
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specdec.fast_attention import attend
-from specdec.fast_kernels import INTERPRETED, add_norm, rotate_and_store
+from specdec.fast_attention import attend, counters
+from specdec.fast_kernels import INTERPRETED, add_norm
 from specdec.fast_linear import MAX_ROWS, Product, Scratch
 from specdec.fast_residual import Norm, Normed, Residual, embed
 from specdec.fast_tilings import Choices, FusedChoices, choose_fused, choose_tilings, graph_seconds, untimed
@@ -72,13 +72,15 @@ class FastDecoder:
     """`forward` as CachedModel has it, over the weights of `module`.
 
     windows: how many positions each layer sees. num_positions: how many positions will be used; their angles come from
-    the model's own rotary module, once. tuned: products of a few rows get the kernels that are fastest here.
-    Raises ValueError that names the feature it does not compute.
+    the model's own rotary module, once. num_rows: of the largest batch. tuned: products of a few rows get the kernels
+    that are fastest here. Raises ValueError that names the feature it does not compute.
 
     fused: whether the products of few tokens take in the norms and the additions; benches and tests compare both ways.
     """
 
-    def __init__(self, module: Any, *, windows: Sequence[int | None], num_positions: int, tuned: bool = True) -> None:
+    def __init__(
+        self, module: Any, *, windows: Sequence[int | None], num_positions: int, num_rows: int, tuned: bool = True
+    ) -> None:
         _check_supported(module)
         inner, device = module.model, module.device
         self.scratch = scratch = Scratch(device)
@@ -92,6 +94,8 @@ class FastDecoder:
             cosine_1CD, sine_1CD = inner.rotary_emb(probe_E, torch.arange(num_positions, device=device).unsqueeze(0))
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
+            kv_heads = max(m.self_attn.k_proj.out_features // m.self_attn.head_dim for m in used)
+            self.arrived_N = torch.zeros(counters(num_rows, kv_heads), dtype=torch.int32, device=device)
             self.fused = tuned and self._choose_tilings()
 
     def _choose_tilings(self) -> bool:
@@ -163,15 +167,18 @@ class FastDecoder:
         return lambda layer, qkv_TF: self._attention(layer, qkv_TF, cache, plan)
 
     def _attention(self, layer: Layer, qkv_TF: Tensor, cache: RaggedCache, plan: Plan) -> Tensor:
-        B, q = plan.positions_Bq.shape
-        buffers = cache.layers[layer.index]
-        _, kv_heads, _, dim = buffers[0].shape
         norms = layer.head_norms
-        weights = (norms[0].weight_E, norms[1].weight_E) if norms else None
-        rotate_and_store(qkv_TF, weights, norms[0].epsilon if norms else 0.0, self.angles_CD, buffers, plan)
-        query_BqHD = qkv_TF.view(B, q, -1, dim)[:, :, : -2 * kv_heads]
-        out_BqHD = attend(query_BqHD, buffers, plan, scale=layer.scale, window=layer.window)
-        return out_BqHD.view(B * q, -1)
+        return attend(
+            qkv_TF,
+            (norms[0].weight_E, norms[1].weight_E) if norms else None,
+            norms[0].epsilon if norms else 0.0,
+            self.angles_CD,
+            cache.layers[layer.index],
+            plan,
+            self.arrived_N,
+            scale=layer.scale,
+            window=layer.window,
+        )
 
 
 def _product(linears: Sequence[Any], scratch: Scratch, *, gated: bool = False) -> Product:

@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for a Hopper GPU on a machine without one, in the shapes of Qwen3-8B and Qwen3-0.6B.
+"""Compiles the Triton kernels for a Hopper GPU on a machine without one, in the shapes of Qwen3-8B, Qwen3-0.6B,
+SmolLM2-135M and Qwen2.5-0.5B.
 
 Prints a JSON object: kernel -> [{"registers", "stack_bytes", "shared_bytes"}] for each variant compiled. A process of
 its own, without TRITON_INTERPRET: python tests/compile_kernels.py
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from specdec import fast_kernels, fast_round, fast_steps
-from specdec.fast_attention import decode_attention
+from specdec.fast_attention import attend_short, counters
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
 from specdec.fast_linear import Scratch, Tiling, add_product, split_product
 from specdec.fast_residual import Norm, Normed, embed
@@ -72,11 +73,17 @@ def compile_instead_of_launching() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def run_all(heads: int, kv_heads: int, dim: int, hidden: int, dtype: torch.dtype) -> None:
-    """Every kernel once for each kind of forward: one token, five tokens, indexed rows, a window."""
-    cache = RaggedCache({0: (kv_heads, dim)}, num_rows=4, capacity=1024, dtype=dtype)
-    angles = torch.zeros(1024, dim, dtype=dtype), torch.zeros(1024, dim, dtype=dtype)
+    """Every kernel once for each kind of forward: one token, two, five, indexed rows, a window."""
+    cache = RaggedCache({0: (kv_heads, dim)}, num_rows=4, capacity=4096, dtype=dtype)
+    angles = torch.zeros(4096, dim, dtype=dtype), torch.zeros(4096, dim, dtype=dtype)
     weight = torch.ones(hidden, dtype=dtype)
-    for q, rows, options in ((1, slice(0, 2), {}), (5, slice(1, 3), {"window": 512, "sinks": 4}), (5, [3, 1], {})):
+    arrived = torch.zeros(counters(2, kv_heads), dtype=torch.int32)
+    for q, rows, options in (
+        (1, slice(0, 2), {}),
+        (2, slice(0, 2), {}),
+        (5, slice(1, 3), {"window": 512, "sinks": 4}),
+        (16, [3, 1], {}),
+    ):
         index = rows if isinstance(rows, slice) else torch.tensor(rows)
         plan = cache.plan(torch.tensor([700, 900]), torch.tensor([q, q]), q, index, None)
         residual = torch.zeros(2 * q, hidden, dtype=dtype)
@@ -84,9 +91,9 @@ def run_all(heads: int, kv_heads: int, dim: int, hidden: int, dtype: torch.dtype
         add_norm(residual.clone(), residual, weight, 1e-6, q=q, keep=1)
         silu_mul(torch.zeros(2 * q, 6 * hidden, dtype=dtype))
         qkv = torch.zeros(2 * q, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        rotate_and_store(qkv, (weight[:dim], weight[:dim]), 1e-6, angles, cache.layers[0], plan)
-        query = qkv.view(2, q, -1, dim)[:, :, :heads]
-        decode_attention(query, cache.layers[0], plan, scale=0.1, splits=1 if options else 64, **options)
+        norms = None if dim == 64 else (weight[:dim], weight[:dim])
+        rotate_and_store(qkv, norms, 1e-6, angles, cache.layers[0], plan)
+        attend_short(qkv, norms, 1e-6, angles, cache.layers[0], plan, arrived, scale=0.1, splits=64, **options)
 
 
 def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
@@ -147,6 +154,8 @@ def main() -> None:
     found = compile_instead_of_launching()
     fast_kernels.starts_early = lambda device: True  # as on that GPU
     run_all(32, 8, 128, 4096, torch.bfloat16)
+    run_all(16, 8, 128, 1024, torch.bfloat16)
+    run_all(9, 3, 64, 576, torch.float32)
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)
     layer(1024, 3072, 16, 8, 128, torch.bfloat16)

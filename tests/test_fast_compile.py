@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor
-KERNELS = {"_add_norm", "_silu_mul", "_rotate_and_store", "_attend_split", "_combine", "split_product_kernel", "_embed"}
+KERNELS = {"_add_norm", "_silu_mul", "_rotate_and_store", "attend_share", "combine", "split_product_kernel", "_embed"}
 KERNELS |= {"_uniforms", "_place", "_largest_of_part", "_largest", "_begin_drafts", "_next_draft", "_note_draft"}
 KERNELS |= {"_verify_inputs", "_commit"}
 

@@ -262,7 +262,7 @@ def test_a_wrong_kernel_is_found_when_the_model_is_loaded(kernel_device, caplog,
 
 def test_without_triton_or_its_device(caplog, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        for name in ("kernels", "layers", "attention", "linear", "product", "residual", "tilings"):
+        for name in ("kernels", "layers", "attention", "attention_kernels", "linear", "product", "residual", "tilings"):
             patch.delitem(sys.modules, f"specdec.fast_{name}")
         patch.setitem(sys.modules, "triton", None)
         assert "triton is not installed" in refusal(tiny("llama"), caplog)
