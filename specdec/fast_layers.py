@@ -105,7 +105,8 @@ class FastDecoder:
         if INTERPRETED:
             untimed([*reading, *adding])
             return True
-        choose_tilings([*reading, *adding], graph_seconds, _TILINGS)
+        for products in (reading, adding):
+            choose_tilings(products, graph_seconds, _TILINGS)
         return choose_fused(reading, adding, self._products_alone, graph_seconds, _TILINGS, _FUSED_TILINGS)
 
     def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:

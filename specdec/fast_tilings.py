@@ -210,7 +210,7 @@ def _agrees_adding(product: Product, rows: int, tiling: Tiling) -> bool:
     """The same of a residual stream that is added to, and of its sums of squares."""
     N, K = product.weight_NK.shape
     x_TK = torch.randn(rows, K, device=product.weight_NK.device).to(product.weight_NK.dtype)
-    values_TE = 8 * torch.randn_like(x_TK[:, :1].expand(rows, N))
+    values_TE = 8 * torch.randn(rows, N, device=x_TK.device).to(x_TK.dtype)
     expected = values_TE + product.by_torch(x_TK)
     residual = Residual(values_TE=values_TE, squares_TP=product.scratch.squares(rows, 1))
     try:

@@ -1,6 +1,7 @@
 """The fast forward of whole models against the eager one, and what happens where it cannot be used."""
 
 import copy
+import itertools
 import logging
 import math
 import sys
@@ -19,8 +20,9 @@ from specdec.window import Window
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from specdec import fast_layers, fast_linear
+from specdec import fast_layers, fast_linear, fast_tilings
 from specdec.fast_layers import side_by_side
+from specdec.fast_linear import Tiling
 
 VOCAB, ROWS, CAPACITY = 40, 3, 64
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -106,6 +108,36 @@ def test_products_that_take_in_norms_and_additions_change_nothing(kernel_device,
                 outs.append(decoder.forward(*arguments) if whole else decoder.states(*arguments, layers))
         error = (outs[0].double() - outs[1].double()).norm() / outs[1].double().norm()
         assert error < (1e-6 if dtype == torch.float32 else 1e-3)
+
+
+def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> None:
+    """As on a GPU, with a clock that finds each run slower than the last one: what comes first is best."""
+    tried = [Tiling(block_n=n, block_k=n, splits=2, warps=4, stages=1) for n in (32, 64)]
+    clock = itertools.count(1)
+    monkeypatch.setattr(fast_tilings, "candidates", lambda outputs, inputs: tried)
+    monkeypatch.setattr(fast_layers, "graph_seconds", lambda run: next(clock))
+    monkeypatch.setattr("specdec.fast._check_deviation", lambda *args: None)
+    real = fast_layers.FastDecoder._choose_tilings
+
+    def as_on_a_gpu(decoder: fast_layers.FastDecoder) -> bool:
+        with monkeypatch.context() as patch:
+            for name, value in (("INTERPRETED", False), ("_TILINGS", tilings), ("_FUSED_TILINGS", fused)):
+                patch.setattr(fast_layers, name, value)
+            return real(decoder)
+
+    monkeypatch.setattr(fast_layers.FastDecoder, "_choose_tilings", as_on_a_gpu)
+    tilings, fused, timed = {}, {}, []
+    for _ in range(2):
+        model = tiny("llama", layers=1).to(kernel_device)
+        decoder = CachedModel(model, num_rows=1, capacity=16, fast=True)._fast
+        layer = decoder.layers[0]
+        assert decoder.fused
+        assert [p.fused for p in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)] == [
+            (tried[0],) * 2
+        ] * 5
+        timed.append(next(clock))
+    assert timed[1] == timed[0] + 1
+    assert decoder._products_alone(3)().shape == (3, VOCAB)
 
 
 def test_without_a_kernel_that_fits_the_products_stay_as_they_are(kernel_device, monkeypatch) -> None:
