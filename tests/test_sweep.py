@@ -216,6 +216,9 @@ def test_sweep_trains_and_its_draft_is_loaded(target_folder: Path, tmp_path: Pat
     assert by_name["kl"]["alpha_t1"] > by_name["stock-2"]["alpha_t1"] + 0.1
     assert by_name["kl"]["tokens_trained"] >= 4000 > by_name["ce"]["tokens_trained"] >= 500
     assert (out / "kl" / drafts.BORROWS).is_file()
+    target = AutoModelForCausalLM.from_pretrained(target_folder)
+    [again] = sweep.beside_rows(str(out / "kl"), target, load_texts([tmp_path / "held.npz"]), 120)
+    assert again["alpha_t1"] == pytest.approx(by_name["kl"]["alpha_t1"], abs=0.02), "bfloat16 alone differs"
     folder = models.resolve(str(out / "kl"))
     head_ids = json.loads((folder / "head_ids.json").read_text())
     assert len(head_ids) == len(set(head_ids)) <= 150
