@@ -107,7 +107,7 @@ def test_products_that_take_in_norms_and_additions_change_nothing(kernel_device,
                 arguments = (tokens_Bq, quick.cache, plan, keep)
                 outs.append(decoder.forward(*arguments) if whole else decoder.states(*arguments, layers))
         error = (outs[0].double() - outs[1].double()).norm() / outs[1].double().norm()
-        assert error < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert error < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
 def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> None:
@@ -128,7 +128,7 @@ def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> 
     monkeypatch.setattr(fast_layers.FastDecoder, "_choose_tilings", as_on_a_gpu)
     tilings, fused, timed = {}, {}, []
     for _ in range(2):
-        model = tiny("llama", layers=1).to(kernel_device)
+        model = tiny("llama", torch.float16, layers=1).to(kernel_device)
         decoder = CachedModel(model, num_rows=1, capacity=16, fast=True)._fast
         layer = decoder.layers[0]
         assert decoder.fused
