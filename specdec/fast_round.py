@@ -88,7 +88,6 @@ def _place(
     lengths_ptr,
     positions_ptr,
     slots_ptr,
-    last_ptr,
     num_rows,
     q,
     max_positions,
@@ -110,18 +109,15 @@ def _place(
     position = tl.where(real & (column < q), position, 0)
     tl.store(positions_ptr + place, position, mask=written)
     tl.store(slots_ptr + place, tl.where(real, position, capacity), mask=written)
-    tl.store(last_ptr + row, tl.max(position, 1), mask=inside)
     tl.store(lengths_ptr + row, start + new, mask=inside & (new > 0))
 
 
 def place(
     start_B: Tensor, num_new_B: Tensor, q: int, lengths_B: Tensor, max_positions: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and slots [B, q] and the largest position of each row, as RaggedCache.plan makes them; lengths_B, of
-    the same rows, are set."""
+) -> tuple[Tensor, Tensor]:
+    """Positions and slots [B, q], as RaggedCache.plan makes them; lengths_B, of the same rows, are set."""
     B = len(start_B)
     positions_Bq, slots_Bq = (torch.empty(B, q, dtype=torch.int64, device=start_B.device) for _ in "ps")
-    last_B = torch.empty_like(start_B)
     rows = triton.next_power_of_2(B) if INTERPRETED else 4
     _place[(triton.cdiv(B, rows),)](
         start_B.contiguous(),
@@ -129,7 +125,6 @@ def place(
         lengths_B,
         positions_Bq,
         slots_Bq,
-        last_B,
         B,
         q,
         max_positions,
@@ -139,7 +134,7 @@ def place(
         num_warps=1,
         **early(start_B.device),
     )
-    return positions_Bq, slots_Bq, last_B
+    return positions_Bq, slots_Bq
 
 
 @triton.jit

@@ -9,7 +9,6 @@ anything can read them). The last slot, C, takes the writes of padding and is ne
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,11 +32,6 @@ class Plan:
     live: int
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def last_B(self) -> Tensor:
-        """The largest position of each row: nothing behind it is live."""
-        return self.positions_Bq.amax(1)
 
     def visible(self, window: int | None, repeat: int) -> Tensor:
         """bool [B, 1, repeat * q, live]: slot s is seen from position t when t - window < s <= t."""
@@ -121,13 +115,11 @@ class RaggedCache:
         """
         kernels = round_kernels(start_B.device)
         if kernels is not None and isinstance(rows, slice) and self._placed_by_position:
-            positions_Bq, slots_Bq, last_B = kernels.place(
+            positions_Bq, slots_Bq = kernels.place(
                 start_B, num_new_B, q, self.lengths_B[rows], self._max_positions, self.capacity
             )
             slots = self.capacity if live is None else live
-            plan = Plan(positions_Bq=positions_Bq, slots_Bq=slots_Bq, rows=rows, live=slots)
-            plan.last_B = last_B
-            return plan
+            return Plan(positions_Bq=positions_Bq, slots_Bq=slots_Bq, rows=rows, live=slots)
         column_q = torch.arange(q, device=start_B.device)
         positions_Bq = start_B.unsqueeze(1) + column_q
         real_Bq = (column_q < num_new_B.unsqueeze(1)) & (positions_Bq >= 0) & (positions_Bq < self._max_positions)
