@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from specdec.fast_attention import attend, counters
 from specdec.fast_kernels import INTERPRETED, add_norm
-from specdec.fast_linear import MAX_ROWS, Product, Scratch
+from specdec.fast_linear import ROW_CLASSES, Product, Scratch, row_class
 from specdec.fast_residual import Norm, Normed, Residual, embed
 from specdec.fast_tilings import Choices, FusedChoices, choose_fused, choose_tilings, graph_seconds, untimed
 from specdec.kvcache import Plan, RaggedCache
@@ -96,15 +96,15 @@ class FastDecoder:
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
             kv_heads = max(m.self_attn.k_proj.out_features // m.self_attn.head_dim for m in used)
             self.arrived_N = torch.zeros(counters(num_rows, kv_heads), dtype=torch.int32, device=device)
-            self.fused = tuned and self._choose_tilings()
+            self.fused, self._fused_classes = tuned, self._choose_tilings() if tuned else ()
 
-    def _choose_tilings(self) -> bool:
-        """How each product is cut up; whether the kernel can be all of those beside the residual stream."""
+    def _choose_tilings(self) -> tuple[bool, ...]:
+        """How each product is cut up; for which of ROW_CLASSES the products take in the norms and the additions."""
         reading = [*(p for layer in self.layers for p in (layer.qkv, layer.gate_up)), self.head]
         adding = [p for layer in self.layers for p in (layer.out, layer.down)]
         if INTERPRETED:
             untimed([*reading, *adding])
-            return True
+            return tuple(tiling is not None for tiling in self.head.fused)
         for products in (reading, adding):
             choose_tilings(products, graph_seconds, _TILINGS)
         return choose_fused(reading, adding, self._products_alone, graph_seconds, _TILINGS, _FUSED_TILINGS)
@@ -113,7 +113,7 @@ class FastDecoder:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
         B, q = tokens_Bq.shape
         with torch.cuda.device_of(tokens_Bq):  # Triton launches on the current device
-            if self._fuses(tokens_Bq):
+            if self._fuses(B * q) and self._fuses(B * keep):
                 residual = self._stream(tokens_Bq, len(self.layers), self._attends(cache, plan))
                 return self.head.of(Normed(residual=residual, norm=self.norm, q=q, keep=keep)).view(B, keep, -1)
             return self.head(self.states(tokens_Bq, cache, plan, keep, len(self.layers))).view(B, keep, -1)
@@ -122,23 +122,29 @@ class FastDecoder:
         """The last `keep` columns after `num_layers` layers [B * keep, E]: normalised after the last one only."""
         q = tokens_Bq.shape[1]
         attention = self._attends(cache, plan)
-        x_TE = None
-        if self._fuses(tokens_Bq):
-            residual_TE = self._stream(tokens_Bq, num_layers, attention).values_TE
+        if self._fuses(tokens_Bq.numel()):
+            x_TE, residual_TE = None, self._stream(tokens_Bq, num_layers, attention).values_TE
         else:
-            residual_TE = functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
-            for layer in self.layers[:num_layers]:
-                x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
-                x_TE = layer.out(attention(layer, layer.qkv(x_TE)))
-                x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
-                x_TE = layer.down(layer.gate_up(x_TE))
+            x_TE, residual_TE = self._by_steps(tokens_Bq, num_layers, attention)
         if num_layers < len(self.layers):
             states_TE = residual_TE if x_TE is None else residual_TE + x_TE
             return states_TE.view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
         return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
 
-    def _fuses(self, tokens_Bq: Tensor) -> bool:
-        return self.fused and tokens_Bq.numel() <= MAX_ROWS
+    def _fuses(self, rows: int) -> bool:
+        return self.fused and rows <= ROW_CLASSES[-1] and self._fused_classes[row_class(rows)]
+
+    def _by_steps(
+        self, tokens_Bq: Tensor, num_layers: int, attention: Callable[[Layer, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(what is still to be added to the residual stream, the stream) after `num_layers` layers."""
+        x_TE, residual_TE = None, functional.embedding(tokens_Bq.flatten(), self.embedding_VE)
+        for layer in self.layers[:num_layers]:
+            x_TE = add_norm(x_TE, residual_TE, layer.input_norm.weight_E, layer.input_norm.epsilon)
+            x_TE = layer.out(attention(layer, layer.qkv(x_TE)))
+            x_TE = add_norm(x_TE, residual_TE, layer.mlp_norm.weight_E, layer.mlp_norm.epsilon)
+            x_TE = layer.down(layer.gate_up(x_TE))
+        return x_TE, residual_TE
 
     def _stream(self, tokens_Bq: Tensor, num_layers: int, attention: Callable[[Layer, Tensor], Tensor]) -> Residual:
         """The residual stream of few tokens after `num_layers` layers."""
@@ -150,7 +156,7 @@ class FastDecoder:
             residual = layer.down.add_to(residual, mlp_TI)
         return residual
 
-    def _products_alone(self, rows: int) -> Callable[[], object]:
+    def _products_alone(self, rows: int, fused: bool) -> Callable[[], object]:
         """A forward of so many tokens with something short in attention's place, to be timed."""
         tokens_T1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.embedding_VE.device)
         heads_TK = torch.ones_like(self.layers[0].out.weight_NK[:1]).expand(rows, -1).contiguous()
@@ -160,7 +166,11 @@ class FastDecoder:
             return heads_TK
 
         def run() -> Tensor:
-            return self.head.of(Normed(residual=self._stream(tokens_T1, len(self.layers), attention), norm=self.norm))
+            if fused:
+                residual = self._stream(tokens_T1, len(self.layers), attention)
+                return self.head.of(Normed(residual=residual, norm=self.norm))
+            x_TE, residual_TE = self._by_steps(tokens_T1, len(self.layers), attention)
+            return self.head(add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon))
 
         return run
 

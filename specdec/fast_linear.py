@@ -18,6 +18,8 @@ from specdec.fast_product import split_product_kernel
 from specdec.fast_residual import Normed, Residual
 
 MAX_ROWS = 16
+# The most rows of each class of fused tilings; of more than one, also the rows of a program's block.
+ROW_CLASSES = 1, MAX_ROWS, 32, 64
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _SMALLEST_BLOCK_N = 16
 
@@ -33,10 +35,11 @@ class Tiling:
     stages: int
     early: bool = True
 
-    def scratch(self, N: int) -> tuple[int, int, int]:
-        """(floats of partial sums, counters, parts of sums of squares) that N outputs need."""
+    def scratch(self, N: int, rows: int = MAX_ROWS) -> tuple[int, int, int]:
+        """(floats of partial sums, counters, parts of sums of squares) that N outputs of so many rows need."""
         blocks = triton.cdiv(N, self.block_n)
-        return blocks * self.splits * MAX_ROWS * self.block_n, blocks, blocks * MAX_ROWS
+        floats = blocks * self.splits * rows * self.block_n
+        return floats if self.splits > 1 else 0, blocks, blocks * rows
 
 
 class Scratch:
@@ -45,7 +48,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self.partial_N = torch.empty(0, dtype=torch.float32, device=device)
         self.arrived_N = torch.zeros(0, dtype=torch.int32, device=device)
-        self.squares_N = torch.empty(MAX_ROWS, dtype=torch.float32, device=device)
+        self.squares_N = torch.empty(ROW_CLASSES[-1], dtype=torch.float32, device=device)
 
     def reserve(self, floats: int, counters: int, squares: int) -> None:
         """Make room; what was there before is let go, so nothing captured may use it yet."""
@@ -64,8 +67,8 @@ class Scratch:
 @dataclass(kw_only=True)
 class Product:
     """One weight [N, K], its bias, and how to multiply one row, or few (up to MAX_ROWS), with it (None: torch). gated:
-    the result is SiLU of its first half times its second. fused: how, for one row and for few, beside a residual stream
-    (`of`, `add_to`); empty where the kernel cannot."""
+    the result is SiLU of its first half times its second. fused: how, for each of ROW_CLASSES, beside a residual stream
+    (`of`, `add_to`; None: in no way)."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
@@ -73,7 +76,7 @@ class Product:
     gated: bool = False
     single: Tiling | None = None
     few: Tiling | None = None
-    fused: tuple[Tiling, ...] = ()
+    fused: tuple[Tiling | None, ...] = (None,) * len(ROW_CLASSES)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -95,20 +98,25 @@ class Product:
         return split_product(x_MK, self.weight_NK, self.bias_N, tiling, self.scratch, gated=self.gated)
 
     def of(self, normed: Normed) -> Tensor:
-        """The product of the norm of a residual stream, of at most MAX_ROWS tokens, in one launch."""
-        return self.by_splits(normed, self.fused[row_class(normed.rows)])
+        """The product of the norm of a residual stream, in one launch."""
+        return self.by_splits(normed, self._beside_a_stream(normed.rows))
 
     def add_to(self, residual: Residual, x_TK: Tensor) -> Residual:
         """residual += x W^T + b in place, in one launch; with the sums of squares that it has then."""
-        return self.added(residual, x_TK, self.fused[row_class(len(x_TK))])
+        return self.added(residual, x_TK, self._beside_a_stream(len(x_TK)))
 
     def added(self, residual: Residual, x_TK: Tensor, tiling: Tiling) -> Residual:
         return add_product(residual, x_TK, self.weight_NK, self.bias_N, tiling, self.scratch)
 
+    def _beside_a_stream(self, rows: int) -> Tiling:
+        tiling = self.fused[row_class(rows)]
+        assert tiling is not None
+        return tiling
+
 
 def row_class(rows: int) -> int:
-    """Which of a product's fused tilings so many rows take."""
-    return int(rows > 1)
+    """Which of ROW_CLASSES, the smallest, has room for so many rows."""
+    return next(i for i, most in enumerate(ROW_CLASSES) if rows <= most)
 
 
 def split_product(
@@ -120,8 +128,8 @@ def split_product(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """x W^T + b by the split-K kernel, for at most MAX_ROWS rows, gated or not; all dense. The scratch has been
-    reserved."""
+    """x W^T + b by the split-K kernel, for at most as many rows as ROW_CLASSES have, gated or not; all dense. The
+    scratch has been reserved for the rows of the class."""
     rows, N = x_MK.rows if isinstance(x_MK, Normed) else len(x_MK), len(weight_NK)
     out_MN = weight_NK.new_empty(rows, N // 2 if gated else N)
     _launch(x_MK, weight_NK, bias_N, out_MN, None, tiling, scratch, gated=gated)
@@ -173,7 +181,7 @@ def _launch(
         PARTS=triton.next_power_of_2(triton.cdiv(K, _SMALLEST_BLOCK_N)) if normed else 0,
         ADD=squares_MP is not None,
         SPLITS=tiling.splits,
-        BLOCK_M=MAX_ROWS,
+        BLOCK_M=max(MAX_ROWS, ROW_CLASSES[row_class(len(out_MN))]),
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         # The interpreter multiplies the bits of bfloat16; there the same rounded numbers are taken as float32.

@@ -30,8 +30,11 @@ def _dot(x, scale, norm_weight, weight, NORM: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def _scale(squares_ptr, real, token, parts, K, epsilon, PARTS: tl.constexpr):
     """What the norm multiplies each token with, by its sums of squares."""
-    part = tl.arange(0, PARTS)[None, :]
-    squares = tl.load(squares_ptr + token[:, None] * parts + part, mask=real & (part < parts), other=0.0)
+    CHUNK: tl.constexpr = min(PARTS, 4096 // token.shape[0])  # what the registers have room for
+    squares = tl.zeros([token.shape[0], CHUNK], tl.float32)
+    for first in tl.static_range(0, PARTS, CHUNK):
+        part = first + tl.arange(0, CHUNK)[None, :]
+        squares += tl.load(squares_ptr + token[:, None] * parts + part, mask=real & (part < parts), other=0.0)
     return tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
 
 

@@ -6,6 +6,7 @@ without anything between: of those, the fastest by themselves are timed again in
 one kind after the other, with the best so far of the other kinds. Shapes: M rows, K inputs, N outputs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import triton
 from torch import Tensor
 
 from specdec.fast_kernels import add_norm
-from specdec.fast_linear import MAX_ROWS, Product, Tiling
+from specdec.fast_linear import MAX_ROWS, ROW_CLASSES, Product, Tiling
 from specdec.fast_residual import Norm, Normed, Residual
 
 # What a candidate must gain over torch's product, which is chosen when in doubt.
@@ -23,7 +24,7 @@ _WORTH_IT = 0.97
 _THREE_TF32 = 2e-6  # relative error of a float32 product on a GPU
 # How many of the fastest by themselves are tried beside a residual stream.
 _TRIED = 6
-_CLASS_ROWS = 1, MAX_ROWS // 2  # what a row class is timed with
+_CLASS_ROWS = 1, MAX_ROWS // 2, 32, 64  # what each of ROW_CLASSES is timed with
 Seconds = Callable[[Callable[[], object]], float]  # how long a call takes: `graph_seconds`
 
 # The fewer the outputs, the more splits it takes to have enough programs; an output head has enough with one.
@@ -49,6 +50,12 @@ CANDIDATES = tuple(
 _HELD_BLOCKS = ((16, 256), (16, 512), (32, 256), (32, 512))
 _HELD_PROGRAMS = 64, 4 * 132
 
+# Block of outputs, of inputs, splits: with more than MAX_ROWS rows, beside a residual stream; and the largest weight
+# whose product is short enough for an early start to pay.
+_WIDE = ((32, 128, 1), (64, 128, 1), (128, 64, 1), (32, 128, 4), (64, 64, 4), (64, 128, 2))
+_WIDE_PROGRAMS = 64, 8 * 132
+_EARLY_UP_TO = 2**24
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -61,8 +68,10 @@ class Choice:
 Key = tuple[object, ...]
 # By kind and number of products: for one row, for few.
 Choices = dict[Key, tuple[Choice, ...]]
-# By kinds of a model's products: those of each beside a residual stream, for one row and for few (empty: none fits).
-FusedChoices = dict[Key, dict[Key, tuple[Tiling, ...]]]
+# By kinds of a model's products: those of each kind beside a residual stream, for each of ROW_CLASSES.
+FusedChoices = dict[Key, dict[Key, tuple[Tiling | None, ...]]]
+# (rows, whether fused) -> the products of a forward of so many tokens.
+Forward = Callable[[int, bool], Callable[[], object]]
 
 
 def choose_tilings(products: Sequence[Product], seconds: Seconds, known: Choices) -> None:
@@ -73,7 +82,7 @@ def choose_tilings(products: Sequence[Product], seconds: Seconds, known: Choices
             products[0].scratch.reserve(*tiling.scratch(N))
     for key, group in _by_kind(products).items():
         if key not in known:
-            known[key] = tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS)
+            known[key] = tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS[:2])
         for product in group:
             product.single, product.few = (choice.plain for choice in known[key])
 
@@ -81,33 +90,36 @@ def choose_tilings(products: Sequence[Product], seconds: Seconds, known: Choices
 def choose_fused(
     reading: Sequence[Product],
     adding: Sequence[Product],
-    forward: Callable[[int], Callable[[], object]],
+    forward: Forward,
     seconds: Seconds,
     choices: Choices,
     known: FusedChoices,
-) -> bool:
+) -> tuple[bool, ...]:
     """Give the products that read a residual stream, and those that add to it, what is fastest in a forward, and note
-    it in `known`; False if the kernel cannot be one of them. forward: of the products alone, for so many rows. choices:
-    what `choose_tilings` found."""
+    it in `known`. For each of ROW_CLASSES, whether that is faster than a forward with norms and additions between the
+    products; where it is not, or the kernel cannot be one of them, they have None. choices: what `choose_tilings`
+    found."""
     groups = {(*key, False): group for key, group in _by_kind(reading).items()}
     groups |= {(*key, True): group for key, group in _by_kind(adding).items()}
     all_kinds = tuple(groups)
     if all_kinds not in known:
-        fitting = {key: _fitting(group[0], bool(key[-1]), choices[key[:-1]]) for key, group in groups.items()}
-        usable = all(tilings for each in fitting.values() for tilings in each)
-        known[all_kinds] = _fastest_together(groups, fitting, forward, seconds) if usable else {}
+        chosen = [_fastest_together(groups, which, forward, seconds, choices) for which in range(len(ROW_CLASSES))]
+        known[all_kinds] = {key: tuple(each.get(key) for each in chosen) for key in groups}
     for key, group in groups.items():
-        _set(group, known[all_kinds].get(key, ()))
-    return bool(known[all_kinds])
+        for product in group:
+            product.fused = known[all_kinds][key]
+            _reserve(product, product.fused)
+    return tuple(tiling is not None for tiling in reading[0].fused)
 
 
 def untimed(products: Sequence[Product]) -> None:
-    """Tilings for Triton's interpreter, which takes milliseconds a program: two splits of two blocks where possible."""
+    """Tilings for Triton's interpreter, which takes milliseconds a program: two splits of two blocks where possible.
+    None for the most rows, so that tests see both ways."""
     for product in products:
         block_n, block_k = (min(128, triton.next_power_of_2(triton.cdiv(size, 2))) for size in product.weight_NK.shape)
         tiling = Tiling(block_n=max(16, block_n), block_k=max(16, block_k), splits=2, warps=4, stages=1)
-        product.scratch.reserve(*tiling.scratch(len(product.weight_NK)))
-        product.fused = tiling, tiling
+        product.scratch.reserve(*tiling.scratch(len(product.weight_NK), ROW_CLASSES[2]))
+        product.fused = tiling, tiling, tiling, None
 
 
 def _by_kind(products: Sequence[Product]) -> dict[Key, list[Product]]:
@@ -132,40 +144,45 @@ def _timed(group: list[Product], rows: int, seconds: Seconds) -> Choice:
     return Choice(plain, ranked)
 
 
-def _fitting(product: Product, adds: bool, choices: tuple[Choice, ...]) -> list[list[Tiling]]:
-    agrees = _agrees_adding if adds else _agrees_reading
-    return [
-        [tiling for tiling in choice.ranked[:_TRIED] if agrees(product, rows, tiling)]
-        for rows, choice in zip(_CLASS_ROWS, choices, strict=True)
-    ]
-
-
 def _fastest_together(
-    groups: dict[Key, list[Product]],
-    fitting: dict[Key, list[list[Tiling]]],
-    forward: Callable[[int], Callable[[], object]],
-    seconds: Seconds,
-) -> dict[Key, tuple[Tiling, ...]]:
-    best = {key: tuple(tilings[0] for tilings in each) for key, each in fitting.items()}
+    groups: dict[Key, list[Product]], which: int, forward: Forward, seconds: Seconds, choices: Choices
+) -> dict[Key, Tiling]:
+    """Of each kind, for one row class; nothing if some kind has none, or that is no faster than without."""
+    rows = _CLASS_ROWS[which]
+    fitting = {key: _fitting(group[0], bool(key[-1]), which, choices[key[:-1]]) for key, group in groups.items()}
+    if not all(fitting.values()):
+        return {}
+    best = {key: tilings[0] for key, tilings in fitting.items()}
     for key, group in groups.items():
-        _set(group, best[key])
-    for which, rows in enumerate(_CLASS_ROWS):
-        run = forward(rows)
-        best_seconds = seconds(run)
-        for key, group in groups.items():
-            for tiling in fitting[key][which][1:]:
-                tried = *best[key][:which], tiling, *best[key][which + 1 :]
-                _set(group, tried)
-                taken = seconds(run)
-                if taken < best_seconds:
-                    best[key], best_seconds = tried, taken
-            _set(group, best[key])
-    return best
+        _set(group, which, best[key])
+    run, best_seconds = forward(rows, True), math.inf
+    for key, group in groups.items():
+        for tiling in fitting[key]:
+            _set(group, which, tiling)
+            taken = seconds(run)
+            if taken < best_seconds:
+                best[key], best_seconds = tiling, taken
+        _set(group, which, best[key])
+    return best if best_seconds < seconds(forward(rows, False)) else {}
 
 
-def _set(group: list[Product], tilings: tuple[Tiling, ...]) -> None:
+def _fitting(product: Product, adds: bool, which: int, choices: tuple[Choice, ...]) -> list[Tiling]:
+    N, K = product.weight_NK.shape
+    tried = choices[which].ranked[:_TRIED] if which < len(choices) else tuple(wide_candidates(N, K))
+    _reserve(product, tried)
+    agrees = _agrees_adding if adds else _agrees_reading
+    return [tiling for tiling in tried if agrees(product, _CLASS_ROWS[which], tiling)]
+
+
+def _reserve(product: Product, tilings: Sequence[Tiling | None]) -> None:
+    for tiling in tilings:
+        if tiling is not None:
+            product.scratch.reserve(*tiling.scratch(len(product.weight_NK), ROW_CLASSES[-1]))
+
+
+def _set(group: list[Product], which: int, tiling: Tiling) -> None:
     for product in group:
-        product.fused = tilings
+        product.fused = *product.fused[:which], tiling, *product.fused[which + 1 :]
 
 
 def _in_turn(group: list[Product], x_MK: Tensor, multiply: Callable[[Product, Tensor], Tensor]) -> None:
@@ -183,6 +200,16 @@ def candidates(N: int, K: int) -> list[Tiling]:
         if _HELD_PROGRAMS[0] <= triton.cdiv(N, block_n) * splits <= _HELD_PROGRAMS[1]:
             found.append(Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=warps, stages=1))
     return found
+
+
+def wide_candidates(N: int, K: int) -> list[Tiling]:
+    """What is tried for more rows than MAX_ROWS."""
+    lowest, highest = _WIDE_PROGRAMS
+    return [
+        Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=4, early=N * K <= _EARLY_UP_TO)
+        for block_n, block_k, splits in _WIDE
+        if (splits == 1 if N > _SPLIT_UP_TO else lowest <= triton.cdiv(N, block_n) * splits <= highest)
+    ]
 
 
 def _agrees(product: Product, x_MK: Tensor, tiling: Tiling) -> bool:

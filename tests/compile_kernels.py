@@ -22,9 +22,9 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import attend_short, counters
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import Scratch, Tiling, add_product, split_product
+from specdec.fast_linear import MAX_ROWS, Scratch, add_product, split_product
 from specdec.fast_residual import Norm, Normed, embed
-from specdec.fast_tilings import candidates
+from specdec.fast_tilings import candidates, wide_candidates
 from specdec.graph_draft import DraftBuffers
 from specdec.kvcache import RaggedCache
 from specdec.state import RowState
@@ -109,27 +109,23 @@ def products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         split_product(torch.zeros(rows, inputs, dtype=dtype), weight, added, tiling, scratch, gated=gated)
 
 
-def layer(hidden: int, inner: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def layer(hidden: int, inner: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, rows: int) -> None:
     """A decoder layer's products beside the residual stream, in each tiling that may be tried."""
     scratch = Scratch(torch.device("cpu"))
-    weight_VE, tokens = torch.zeros(8, hidden, dtype=dtype), torch.zeros(5, dtype=torch.int64)
-    residual = embed(tokens, weight_VE, scratch.squares(5, 1))
+    weight_VE, tokens = torch.zeros(8, hidden, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    residual = embed(tokens, weight_VE, scratch.squares(rows, 1))
     normed = Normed(residual=residual, norm=Norm(weight_E=weight_VE[0], epsilon=1e-6))
+    tried = candidates if rows <= MAX_ROWS else wide_candidates
     for outputs, gated in (((heads + 2 * kv_heads) * dim, False), (2 * inner, True)):
         weight = torch.zeros(outputs, hidden, dtype=dtype)
-        for tiling in reserved(scratch, outputs, hidden):
+        for tiling in tried(outputs, hidden):
+            scratch.reserve(*tiling.scratch(outputs, rows))
             split_product(normed, weight, None, tiling, scratch, gated=gated)
     for inputs in (heads * dim, inner):
         weight = torch.zeros(hidden, inputs, dtype=dtype)
-        for tiling in reserved(scratch, hidden, inputs):
-            add_product(residual, torch.zeros(5, inputs, dtype=dtype), weight, None, tiling, scratch)
-
-
-def reserved(scratch: Scratch, outputs: int, inputs: int) -> list[Tiling]:
-    tried = candidates(outputs, inputs)
-    for tiling in tried:
-        scratch.reserve(*tiling.scratch(outputs))
-    return tried
+        for tiling in tried(hidden, inputs):
+            scratch.reserve(*tiling.scratch(hidden, rows))
+            add_product(residual, torch.zeros(rows, inputs, dtype=dtype), weight, None, tiling, scratch)
 
 
 def rounds(dtype: torch.dtype) -> None:
@@ -158,8 +154,9 @@ def main() -> None:
     run_all(9, 3, 64, 576, torch.float32)
     run_all(14, 2, 64, 896, torch.float32)
     products(4096, 1024, torch.bfloat16)
-    layer(1024, 3072, 16, 8, 128, torch.bfloat16)
-    layer(4096, 12_288, 32, 8, 128, torch.bfloat16)
+    layer(1024, 3072, 16, 8, 128, torch.bfloat16, rows=5)
+    for rows in (5, 64):
+        layer(4096, 12_288, 32, 8, 128, torch.bfloat16, rows)
     rounds(torch.bfloat16)
     print(json.dumps({name: list(variants.values()) for name, variants in found.items()}))
 

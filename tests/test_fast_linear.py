@@ -1,5 +1,7 @@
 """The split-K product against torch's, and how a product is chosen."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,9 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from specdec import fast_linear, fast_tilings
 from specdec.fast_kernels import add_norm
-from specdec.fast_linear import MAX_ROWS, Product, Scratch, Tiling, split_product
+from specdec.fast_linear import MAX_ROWS, Product, Scratch, Tiling, row_class, split_product
 from specdec.fast_residual import Norm, Normed, Residual, embed
-from specdec.fast_tilings import Choice, candidates, choose_fused, choose_tilings
+from specdec.fast_tilings import Choice, candidates, choose_fused, choose_tilings, wide_candidates
 
 # In float32 a GPU's products of three TF32 ones.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -67,7 +69,7 @@ def stream(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str
     """A product that adds to a stream of `outputs`, after an embedding. Scratch is NaN where nothing was left."""
     product = product_of(outputs, inputs, dtype, device, bias=False)
     for tiling in SMALL:
-        product.scratch.reserve(*tiling.scratch(2 * outputs))
+        product.scratch.reserve(*tiling.scratch(2 * outputs, 64))
     for stale in (product.scratch.partial_N, product.scratch.squares_N):
         stale.fill_(torch.nan)
     generator = torch.Generator().manual_seed(rows)
@@ -81,15 +83,15 @@ def stream(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str
 
 # The interpreter cuts bfloat16 off where a GPU rounds; it rounds float16 right.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tiling", SMALL)
-def test_products_beside_a_residual_stream(kernel_device, dtype, tiling) -> None:
+@pytest.mark.parametrize(("tiling", "rows"), [*((each, 6) for each in SMALL), (SMALL[1], 33)])
+def test_products_beside_a_residual_stream(kernel_device, dtype, tiling, rows) -> None:
     """What `add_norm` between two products gives, for a stream that no block divides; the second reads kept tokens."""
-    rows, inputs, width = 6, 24, 40
+    inputs, width = 24, 40
     adding, residual, norm = stream(rows, inputs, width, dtype, kernel_device)
     reading = product_of(20, width, dtype, kernel_device, bias=True, gated=True)
     reading.scratch = adding.scratch
     for product in (reading, adding):
-        product.fused = tiling, tiling
+        product.fused = (tiling,) * 4
     x_TK = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(kernel_device)
     expected_TE = residual.values_TE.clone()
     got = reading.of(Normed(residual=residual, norm=norm))
@@ -109,25 +111,25 @@ def test_products_beside_a_residual_stream(kernel_device, dtype, tiling) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS, 20, 32, 64])
 def test_all_candidates_beside_a_residual_stream_on_a_gpu(rows) -> None:
     """In a graph of both, replayed while kernels overlap: each replay adds once, with the same bits each time."""
     inputs, width, dtype = 2048, 1024, torch.bfloat16
     adding, residual, norm = stream(rows, inputs, width, dtype, "cuda")
     reading = product_of(3072, width, dtype, "cuda", bias=False)
     reading.scratch = adding.scratch
+    tried = candidates if rows <= MAX_ROWS else wide_candidates
     for product in (reading, adding):
-        for tiling in candidates(*product.weight_NK.shape):
-            adding.scratch.reserve(*tiling.scratch(len(product.weight_NK)))
+        for tiling in tried(*product.weight_NK.shape):
+            adding.scratch.reserve(*tiling.scratch(len(product.weight_NK), 64))
     x_TK = torch.randn(rows, inputs, device="cuda").to(dtype)
     start_TE = residual.values_TE.clone()
     expected_TE = start_TE.clone()
     normed_TE = add_norm(functional.linear(x_TK, adding.weight_NK), expected_TE, norm.weight_E, norm.epsilon)
     expected = functional.linear(normed_TE, reading.weight_NK)
-    for i in range(max(len(candidates(width, inputs)), len(candidates(3072, width)))):
-        for product in (reading, adding):
-            tried = candidates(*product.weight_NK.shape)
-            product.fused = (tried[i % len(tried)],) * 2
+    tilings = [tried(*product.weight_NK.shape) for product in (reading, adding)]
+    for i in range(max(map(len, tilings))):
+        reading.fused, adding.fused = ((each[i % len(each)],) * 4 for each in tilings)
 
         def run() -> torch.Tensor:
             residual.values_TE.copy_(start_TE)
@@ -223,36 +225,51 @@ def choices_of(products: list[Product], ranked: tuple[Tiling, ...]) -> dict:
     return {(*products[0].kind, len(products)): (Choice(None, ranked),) * 2}
 
 
-def test_products_beside_a_stream_are_timed_together(kernel_device) -> None:
-    """Each gets what is best with what the others have, for one row and for few, and nothing is timed twice."""
+def test_products_beside_a_stream_are_timed_together(kernel_device, monkeypatch) -> None:
+    """Each gets what is best with what the others have, for each class of rows, or nothing where a forward without is
+    faster; and nothing is timed twice."""
+    monkeypatch.setattr(fast_tilings, "wide_candidates", lambda outputs, inputs: SMALL[:2])
     reading, adding = layers_of_products(kernel_device)
     choices = choices_of(reading, tuple(SMALL[:3]))
-    best = {1: (SMALL[2], SMALL[0]), 8: (SMALL[0], SMALL[1])}  # rows: (of the reading ones, of the adding ones)
-    timed: list[int] = []
-
-    def forward(rows: int):
-        return lambda: rows
+    # rows: best tilings (of the reading ones, of the adding ones)
+    best = {1: (SMALL[2], SMALL[0]), 8: (SMALL[0], SMALL[1]), 32: (SMALL[1], SMALL[1]), 64: (SMALL[0], SMALL[0])}
+    timed: list[tuple[int, bool]] = []
 
     def seconds(run) -> float:
-        rows = run()
-        timed.append(rows)
+        rows, fused = run()
+        timed.append((rows, fused))
         pairs = zip((reading[0], adding[0]), best[rows], strict=True)
-        return 1.0 + sum(product.fused[rows > 1] != tiling for product, tiling in pairs)
+        wrong = sum(product.fused[row_class(rows)] != tiling for product, tiling in pairs)
+        return 1.0 + wrong if fused else 0.9 if rows == 64 else 1.1
 
     known: dict = {}
-    assert choose_fused(reading, adding, forward, seconds, choices, known)
-    assert timed == [1] * 5 + [8] * 5
+    arguments = (lambda rows, fused: lambda: (rows, fused), seconds, choices, known)
+    assert choose_fused(reading, adding, *arguments) == (True, True, True, False)
+    assert Counter(timed) == {
+        **{(rows, True): 6 for rows in (1, 8)},
+        **{(rows, True): 4 for rows in (32, 64)},
+        **{(rows, False): 1 for rows in best},
+    }
     others = layers_of_products(kernel_device)
-    assert choose_fused(*others, forward, lambda run: pytest.fail("was timed before"), choices, known)
+    again = (arguments[0], lambda run: pytest.fail("was timed before"), choices, known)
+    assert choose_fused(*others, *again) == (True, True, True, False)
     for found in ((reading, adding), others):
-        assert [p.fused for p in found[0]] == [(SMALL[2], SMALL[0])] * 2
-        assert [p.fused for p in found[1]] == [(SMALL[0], SMALL[1])] * 2
+        assert [p.fused for p in found[0]] == [(SMALL[2], SMALL[0], SMALL[1], None)] * 2
+        assert [p.fused for p in found[1]] == [(SMALL[0], SMALL[1], SMALL[1], None)] * 2
+    assert len(others[0][0].scratch.squares_N) >= 64 * 2
 
 
 @pytest.mark.parametrize("wrong", ["split_product", "add_product"])
 def test_a_kernel_beside_a_stream_that_is_wrong_is_never_chosen(kernel_device, monkeypatch, wrong) -> None:
     """Or one that does not fit on the device: a model stays without them then."""
     real = getattr(fast_linear, wrong)
+
+    def forward(rows: int, fused: bool):
+        return lambda: fused
+
+    def seconds(run) -> float:
+        return 1.0 if run() else 2.0
+
     choices = choices_of(layers_of_products(kernel_device)[0], tuple(SMALL[:1]))
     for raises in (False, True):
 
@@ -266,6 +283,6 @@ def test_a_kernel_beside_a_stream_that_is_wrong_is_never_chosen(kernel_device, m
         reading, adding = layers_of_products(kernel_device)
         with monkeypatch.context() as patch:
             patch.setattr(fast_linear, wrong, broken)
-            assert not choose_fused(reading, adding, lambda rows: None, lambda run: 1.0, choices, {})
-        assert [p.fused for p in (*reading, *adding)] == [()] * 4
-        assert choose_fused(reading, adding, lambda rows: None, lambda run: 1.0, choices, {})
+            assert not any(choose_fused(reading, adding, forward, seconds, choices, {}))
+        assert [p.fused for p in (*reading, *adding)] == [(None,) * 4] * 4
+        assert choose_fused(reading, adding, forward, seconds, choices, {}) == (True, True, False, False)
