@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench import report, vllm_speed_tables
+from bench import report, vllm_lengths_tables, vllm_speed_tables
 from bench.serving_tables import load_name, method_table, serving_table
 from bench.tables import evidence_table, gate_table, number, plain_table
 from pipeline.tables import to_markdown
@@ -52,8 +52,7 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield from report.heading(name, result)
     if result["stage"] == "vllm_lengths":
-        yield "\nDraft lengths in one engine, each against the fixed one that was fastest on that load:\n"
-        yield f"{_lengths(result)}\n"
+        yield from vllm_lengths_tables.section(result)
         return
     if result["stage"] == "vllm_speed":
         yield from _speed(result)
@@ -116,16 +115,6 @@ def _speed(result: Mapping[str, Any]) -> Iterator[str]:
     if lines := vllm_speed_tables.not_run(rows):
         yield "Not run:\n"
         yield from [*lines, ""]
-
-
-def _lengths(result: Mapping[str, Any]) -> str:
-    """Loads by draft length: speed against the best fixed length, of the same turn."""
-    rows = pd.DataFrame(result["rows"])
-    table = rows.assign(share=rows["of_best_fixed"].map(number)).pivot(
-        index="prompt_set", columns="controller", values="share"
-    )
-    ordered = table.loc[rows["prompt_set"].unique(), rows["controller"].unique()]
-    return to_markdown(ordered.rename_axis(None, axis="columns").reset_index().rename(columns={"prompt_set": "load"}))
 
 
 def _busy(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:

@@ -24,11 +24,13 @@ __all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "
 EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
 EXPLORE_ROUNDS = 8  # the fewest rounds between two of them
 ENOUGH_TESTS, ENOUGH_TIMES = 40.0, 40  # what makes a neighbouring length known
+FIRST_TIMES, FIRST_SHARE = 5, 10  # so few samples may be wrong by much: until then so many times the share
 NEAR_PLAIN = 1.25  # so close a gain over k = 0 is worth timing k = 0 again
 SURE = 0.98  # rates are not tested for above this
 ENTRY_ROUNDS = 32
 PROOF, PROOF_BY_FEW = 20.0, 200.0  # likelihood ratios that end a probe; a few rows make all others catch up
 PAYBACK_TOKENS = 400  # tokens a row in which catching up must have paid
+RETURN_GAIN = 1.01  # over k = 0, to leave it: rates tested seldom are known roughly, and each return costs
 PLANNED_ROWS = 8  # below it the longest row sets the cost, and one length for all does as well
 
 
@@ -169,8 +171,8 @@ class Adaptive(Measured):
         k = self._hold(speeds)
         if self._k > 0 or k == 0:
             return k
-        saved_s = PAYBACK_TOKENS * (1 / speeds[0] - 1 / speeds[k])
-        return k if saved_s > self._costs.catch_up_s(rows, missed_tokens) else 0
+        saved_s = PAYBACK_TOKENS * (1 / speeds[0] - RETURN_GAIN / speeds[k])
+        return k if saved_s > self._catch_up_s(rows, missed_tokens) else 0
 
     def _explored(self, rows: int, speeds: Sequence[float]) -> int:
         """The present length; now and then one beside it, or none, each as seldom as its loss demands."""
@@ -188,8 +190,9 @@ class Adaptive(Measured):
         if since < EXPLORE_ROUNDS or not self._unknown(rows, k, speeds):
             return False
         loss_s = max(0.0, 1 - speeds[k] / speeds[self._k]) * self._costs.round_s(rows, k)
-        loss_s += self._costs.catch_up_s(rows, rows) if k == 0 else 0.0
-        return since * self._explore_share * self._costs.round_s(rows, self._k) >= loss_s
+        loss_s += self._catch_up_s(rows, rows) if k == 0 else 0.0
+        share = self._explore_share * (FIRST_SHARE if self._costs.count(rows, k) < FIRST_TIMES else 1)
+        return since * share * self._costs.round_s(rows, self._k) >= loss_s
 
     def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
         """Whether a round of k drafts would teach something that could change the choice."""
@@ -229,7 +232,7 @@ class Adaptive(Measured):
         else:
             verify_s = drafting * k * self._costs.verify_token_s(rows, k)
             seconds = self._costs.round_s(rows, 0) + k * self._costs.step_s(drafting) + verify_s
-        return seconds + self._costs.catch_up_s(drafting, missed_tokens) - tokens / rows * self._costs.round_s(rows, 0)
+        return seconds + self._catch_up_s(drafting, missed_tokens) - tokens / rows * self._costs.round_s(rows, 0)
 
     def _observe_probe(self, round: RoundStats, drafting: int, missed_tokens: int) -> None:
         if not self._costs.comparable:

@@ -9,11 +9,11 @@ lengths last timed long ago do not look cheap when everything became dearer (a g
 from collections.abc import Sequence
 from math import exp, inf, isfinite, log
 from operator import add
-from statistics import median
+from statistics import median_low
 
 FIRST = 5  # a level starts as the median of this many samples: one outlier does no harm
 SETTLED = 3  # with fewer samples a level may be one outlier: it does not bend the line, nor stray far from it
-PULL = 8.0  # samples that the line through the other lengths counts for
+PULL = 3.0  # samples that the line through the other lengths counts for
 LEVEL_GAIN, DRIFT_GAIN = 0.004, 0.04
 CLIP = 0.1  # the most that one sample's log error counts
 FLOOR = 0.2  # of the cheapest length timed: the least that another one is taken to cost
@@ -39,7 +39,7 @@ class Level:
         self.count += 1
         if self.count <= FIRST:
             self._first.append(seconds)
-            self.seconds = median(self._first)
+            self.seconds = median_low(self._first)  # what disturbs a round makes it longer
             return 0.0
         error = max(-CLIP, min(CLIP, log(seconds / self.seconds)))
         self.seconds *= exp(max(1 / self.count, LEVEL_GAIN) * error)
@@ -48,10 +48,10 @@ class Level:
 
 class Curve:
     """Seconds by draft length 0..k_max in one bucket, with `parent` (another bucket's curve) giving the shape until
-    two lengths have been timed here."""
+    two lengths have been timed here. from_zero: no drafts take no time, which gives a single length its shape."""
 
-    def __init__(self, k_max: int) -> None:
-        self._k_max = k_max
+    def __init__(self, k_max: int, *, from_zero: bool = False) -> None:
+        self._k_max, self._from_zero = k_max, from_zero
         self.levels: dict[int, Level] = {}
         self._log_drift, self._streak = 0.0, 0
         self._times: list[float] | None = None
@@ -74,8 +74,11 @@ class Curve:
             return self._scaled(parent.times())
         if self._times is None:
             known = [(k, v) for k, v in self.levels.items() if v.count >= SETTLED]
-            known = known if len(known) > 1 else list(self.levels.items())
-            start, slope = _weighted_line([(k, v.seconds, min(v.count, 16)) for k, v in known])
+            known = known if len(known) > (0 if self._from_zero else 1) else list(self.levels.items())
+            points = [(k, v.seconds, min(v.count, 16)) for k, v in known]
+            if self._from_zero and len(points) == 1:
+                points.append((0, 0.0, 1))
+            start, slope = _weighted_line(points)
             times = [start + slope * k for k in range(self._k_max + 1)]
             for k, level in self.levels.items():
                 off = (level.seconds - times[k]) * level.count / (level.count + PULL)
@@ -154,7 +157,7 @@ class CostTable:
         bucket = bucket_of(rows)
         self._rest.setdefault(bucket, Curve(self.k_max)).observe(k, rest_s)
         if k > 0 and draft_s > 0:
-            self._draft.setdefault(bucket, Curve(self.k_max)).observe(k, draft_s)
+            self._draft.setdefault(bucket, Curve(self.k_max, from_zero=True)).observe(k, draft_s)
 
     def observe_catch_up(self, rows: int, k: int, missed: int, total_s: float) -> None:
         """A round of k drafts before which the draft was fed the `missed` tokens (over all rows)."""

@@ -35,7 +35,8 @@ class Measured:
         self._costs = CostTable(self.k_max)
         self._acceptance = Acceptance(self.k_max, windows(decay_tokens))
         self._k = 0
-        self._missed = 0  # rounds at k = 0 since the draft last ran
+        self._missed = 0  # rounds at k = 0 since the draft was last fed
+        self._fed_idle = False  # whether the owner feeds the draft now and then at k = 0 too
         self._asked, self._silent = 0, 0
         self._last_times: tuple[float, float] | None = None
         self._told = True  # whether the last round's time was its own: what cannot be timed is not asked for
@@ -48,7 +49,8 @@ class Measured:
     def observe(self, round: RoundStats) -> None:
         self._observe_times(round, self._caught_up(round, self._missed * round.rows))
         self._acceptance.observe(round.wanted, round.accepted)
-        self._missed = self._missed + 1 if round.k == 0 else 0
+        self._fed_idle = self._fed_idle or _fed_at_0(round)
+        self._missed = 0 if round.k > 0 or _fed_at_0(round) else self._missed + 1
 
     def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
         if not usable(total_s) or not 0 <= draft_s < total_s:
@@ -87,10 +89,17 @@ class Measured:
         self._silent = 0
         if round.asked is not None and round.asked > round.k:
             self._asked = 0  # the drafter had nothing to propose: not for want of a clock
-        if round.k > 0 and missed_tokens:
+        if missed_tokens and (round.k > 0 or _fed_at_0(round)):
             self._costs.observe_catch_up(round.rows, round.k, missed_tokens, round.total_s)
         else:
             self._costs.observe(round.rows, round.k, round.draft_s, round.total_s - round.draft_s)
+
+    def _catch_up_s(self, rows: int, missed_tokens: float) -> float:
+        """What feeding the draft now costs. Where it is fed at k = 0 too, only the extra forward: what its tokens cost
+        comes in any case, later."""
+        if missed_tokens > 0 and self._fed_idle:
+            return self._costs.catch_up.seconds(0, self._costs.step_s(rows))
+        return self._costs.catch_up_s(rows, missed_tokens)
 
     def _untimed(self, rows: int) -> int | None:
         """A length that has to be timed before lengths can be compared; None when none has."""
@@ -126,6 +135,10 @@ class Measured:
         """The fastest length; the present one as long as it is about as fast."""
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return self._k if speeds[best] <= HYSTERESIS * speeds[self._k] else best
+
+
+def _fed_at_0(round: RoundStats) -> bool:
+    return round.k == 0 and bool(round.caught_up)
 
 
 class Geometric(Measured):

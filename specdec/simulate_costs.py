@@ -16,12 +16,14 @@ SATURATION = 256
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """step(rows): one draft step. verify(rows, tokens): scoring `tokens` in all, overhead included. feed_token_s:
-    what each token that the draft has missed adds to the extra forward that feeds it."""
+    what each token that the draft has missed adds to the extra forward that feeds it. feed_after: so many missed tokens
+    are fed at k = 0 too, as vllm_draft_spec does; None: only before drafting."""
 
     name: str
     step: Callable[[int], float]
     verify: Callable[[int, int], float]
     feed_token_s: float
+    feed_after: int | None = None
 
     def draft_s(self, lengths: Sequence[int] | np.ndarray) -> float:
         """All draft steps of rows that draft `lengths`; a step runs over the rows that still draft."""

@@ -60,12 +60,17 @@ class Batch:
         rows = min(slots, len(trace.lengths_R))
         return cls(trace, np.arange(rows), np.zeros(rows, int), np.zeros(rows, int), rows)
 
-    def advance(self, lengths: np.ndarray, accepted: np.ndarray) -> int:
+    def fed(self, lengths: np.ndarray, feed_after: int | None) -> np.ndarray:
+        """bool [B]: rows whose draft catches up in a round of these lengths."""
+        late = self.lag >= feed_after if feed_after is not None else np.zeros(len(self.lag), bool)
+        return ((lengths > 0) & (self.lag > 0)) | late
+
+    def advance(self, lengths: np.ndarray, accepted: np.ndarray, fed: np.ndarray) -> int:
         """Commit a round, refill the rows that are done; the number of tokens committed."""
         remaining = self.trace.lengths_R[self.requests] - self.offsets
         committed = np.minimum(accepted + 1, remaining)
         self.offsets = self.offsets + committed
-        self.lag = np.where(lengths > 0, 0, self.lag + 1)
+        self.lag = np.where(lengths > 0, 0, np.where(fed, 1, self.lag + 1))
         for row in np.flatnonzero(committed == remaining):
             if self.next_request < len(self.trace.lengths_R):
                 self.requests[row], self.offsets[row], self.lag[row] = self.next_request, 0, 0
@@ -180,13 +185,13 @@ def simulate(
     while len(batch.requests) == full and len(run.k) != max_rounds:
         lengths = policy.lengths(batch)
         accepted = trace.accepted(batch.requests, batch.offsets, lengths)
-        drafting = lengths > 0
-        feeding = drafting & (batch.lag > 0)
-        draft_s = cost.draft_s(lengths) + cost.catch_up_s(int(feeding.sum()), int(batch.lag[feeding].sum()))
+        fed = batch.fed(lengths, cost.feed_after)
+        caught_up = int(batch.lag[fed].sum())
+        draft_s = cost.draft_s(lengths) + cost.catch_up_s(int(fed.sum()), caught_up)
         verify_s = cost.verify_s(lengths)
         rows = _row_rounds(batch.requests, lengths, accepted)
-        tokens = batch.advance(lengths, accepted)
-        policy.observe(_stats(lengths, accepted, tokens, draft_s, verify_s, noise.sample(rng)), rows)
+        tokens = batch.advance(lengths, accepted, fed)
+        policy.observe(_stats(lengths, accepted, tokens, caught_up, draft_s, verify_s, noise.sample(rng)), rows)
         run.tokens, run.seconds = run.tokens + tokens, run.seconds + draft_s + verify_s
         run.k.append(float(lengths.mean()))
         run.progress.append(run.tokens / slots)
@@ -203,7 +208,13 @@ def _row_rounds(requests: np.ndarray, lengths: np.ndarray, accepted: np.ndarray)
 
 
 def _stats(
-    lengths: np.ndarray, accepted: np.ndarray, tokens: int, draft_s: float, verify_s: float, noise: float
+    lengths: np.ndarray,
+    accepted: np.ndarray,
+    tokens: int,
+    caught_up: int,
+    draft_s: float,
+    verify_s: float,
+    noise: float,
 ) -> RoundStats:
     k = int(lengths.max())
     position = np.arange(k)[:, None]
@@ -214,6 +225,7 @@ def _stats(
         drafted=int(lengths.sum()),
         reached=tuple(((accepted >= position) & (lengths > position)).sum(axis=1).tolist()),
         accepted=tuple((accepted > position).sum(axis=1).tolist()),
+        caught_up=caught_up,
         draft_s=draft_s * noise,
         verify_s=verify_s * noise,
         total_s=(draft_s + verify_s) * noise,

@@ -396,3 +396,71 @@ def test_rounds_that_did_other_work_are_no_silence() -> None:
         for _ in range(70):
             controller.choose(2)
             controller.observe(replace(busy, timed=True))
+
+
+# Loads that shift, and costs of few samples
+
+
+def test_a_rate_met_before_is_known_again_within_a_dozen_tests() -> None:
+    """A load that goes back and forth: the second time on, each change is seen sooner than a change to any rate can be
+    (which took 70 tests and more, since the windows still held the other rate), and steady text stays what it is."""
+    rng, acceptance, delays = np.random.default_rng(0), Acceptance(K_MAX), []
+    for visit in range(40):
+        alpha, tested, steady = ((0.87, 6), (0.35, 1))[visit % 2], 0, False
+        for _ in range(120):
+            reached, accepted = counts_of_a_round(rng, [alpha[0]] * K_MAX, alpha[1])
+            acceptance.observe(reached, accepted)
+            tested += sum(reached)
+            if not steady and abs(acceptance.by_position[0] - alpha[0]) < 0.15:
+                steady = True
+                delays.append(tested)
+        assert steady
+    assert np.mean(delays[2:]) <= 15
+    assert acceptance.changes <= 48  # 39 are real
+
+
+def test_one_length_with_drafts_gives_the_others_their_share() -> None:
+    """Guards against a line through one point: a single draft was taken to cost what four do, so that k = 1 was never
+    tried where it was the best."""
+    table = CostTable(8)
+    for _ in range(3):
+        table.observe(16, 4, 0.040, 0.020)
+        table.observe(16, 0, 0.0, 0.010)
+    assert table.round_s(16, 1) == pytest.approx(0.010 + 0.0125, rel=0.05)
+    table.observe(16, 1, 0.040, 0.040)  # four times as long as it is by itself
+    assert table.round_s(16, 1) == pytest.approx(0.010 + 0.0125, rel=0.1)
+
+
+def test_two_disturbed_samples_of_four_are_no_level() -> None:
+    table = CostTable(8)
+    for draft_s in (0.1, 0.3, 0.1, 0.3):
+        table.observe(1, 2, draft_s, 1.0)
+    assert table.round_s(1, 2) == pytest.approx(1.1)
+
+
+def test_a_length_judged_by_few_samples_is_looked_at_again_soon() -> None:
+    """All first samples of k = 4 were disturbed by a neighbour, which bends what is taken of k = 3 too: it is found all
+    the same."""
+    rng, controller = np.random.default_rng(0), Adaptive(4)
+    for k, factor in itertools.product((0, 2, 4), (1, 1, 1)):
+        factor = 3.0 if k == 4 else factor
+        controller.observe_cost(1, k, 0.1 * k * factor, factor, factor * (1.0 + 0.1 * k))
+    for _ in range(400):
+        k = controller.choose(1)
+        counts = counts_of_a_round(rng, [0.9] * 4, k)
+        controller.observe(round_stats(k, draft_s=0.1 * k, total_s=1 + 0.1 * k, counts=counts))
+    assert controller.k >= 3
+
+
+def test_a_draft_fed_at_k_0_too_costs_only_its_extra_forward_to_come_back() -> None:
+    """As in vLLM, where a row that lags by 64 tokens is fed: then tokens missed say nothing against drafting now."""
+    controller = timed(Adaptive(K_MAX), c=0.2, rows=64)
+    for pause in (63, 63, 63):
+        for _ in range(pause):
+            controller.observe(replace(round_stats(0, rows=64, draft_s=0.0, total_s=1.0), caught_up=0))
+        fed = round_stats(0, rows=64, draft_s=0.0, total_s=1.0 + 0.2 + 64 * 64 * 1e-3)
+        controller.observe(replace(fed, caught_up=64 * 64))
+    costs = controller._costs
+    assert costs.round_s(64, 0) == pytest.approx(1.0, rel=0.01), "those rounds are no plain ones"
+    assert costs.catch_up_s(64, 64 * 64) > 2.0
+    assert controller._catch_up_s(64, 64 * 64) <= 0.3
