@@ -30,7 +30,8 @@ SURE = 0.98  # rates are not tested for above this
 ENTRY_ROUNDS = 32
 PROOF, PROOF_BY_FEW = 20.0, 200.0  # likelihood ratios that end a probe; a few rows make all others catch up
 PAYBACK_TOKENS = 400  # tokens a row in which catching up must have paid
-RETURN_GAIN = 1.01  # over k = 0, to leave it: rates tested seldom are known roughly, and each return costs
+TO_SWITCH = 1.01  # so much faster must k = 0 be to be taken, or drafting to come back: each way costs, and at k = 0
+# rates are known roughly
 PLANNED_ROWS = 8  # below it the longest row sets the cost, and one length for all does as well
 
 
@@ -167,11 +168,15 @@ class Adaptive(Measured):
         return replace(super().state(rows), probes=self._prober.bursts)
 
     def _paid_back(self, rows: int, speeds: Sequence[float], missed_tokens: int) -> int:
-        """The fastest length; but 0 is only left for a gain that soon pays for catching the draft up."""
+        """The fastest length; but 0 is only taken for a clear gain, and only left for one that soon pays for catching
+        the draft up."""
         k = self._hold(speeds)
-        if self._k > 0 or k == 0:
+        if self._k > 0:
+            drafting = self._hold([0.0, *speeds[1:]])
+            return k if k > 0 or speeds[0] > TO_SWITCH * speeds[drafting] else drafting
+        if k == 0:
             return k
-        saved_s = PAYBACK_TOKENS * (1 / speeds[0] - RETURN_GAIN / speeds[k])
+        saved_s = PAYBACK_TOKENS * (1 / speeds[0] - TO_SWITCH / speeds[k])
         return k if saved_s > self._catch_up_s(rows, missed_tokens) else 0
 
     def _explored(self, rows: int, speeds: Sequence[float]) -> int:

@@ -171,7 +171,8 @@ class Life:
             slots_B.append(row.slot)
             next_B.append(text[-1])
             ends_B.append(len(text))
-        self.draft.note(*map(torch.tensor, (slots_N, positions_N, tokens_N, slots_B, next_B, ends_B)))
+        self.draft.note(*map(torch.tensor, (slots_N, positions_N, tokens_N)))
+        self.draft.note_ends(*map(torch.tensor, (slots_B, next_B, ends_B)))
 
     def plain_step(self) -> None:
         grown = {name: [*text, self.chance.randrange(VOCAB)] for name, text in self.texts.items()}
@@ -267,7 +268,8 @@ def test_a_skipped_prompt_leaves_sinks_and_the_window() -> None:
     draft = OwnDraft(ModelDrafter(source), target_size=VOCAB, num_slots=2, max_tokens=80, k_max=4, window=window)
     with torch.inference_mode():
         draft.admit(1, 0, torch.tensor(text, dtype=torch.int32))
-        draft.note(*map(torch.tensor, ([1], [length - 2], [text[-2]], [1], [text[-1]], [length])))
+        draft.note(*map(torch.tensor, ([1], [length - 2], [text[-2]])))
+        draft.note_ends(*map(torch.tensor, ([1], [text[-1]], [length])))
         draft.skip_to([1], recent)
         sink_feed = Feed(slot=1, count=sinks, end=sinks)
         draft.feed([sink_feed, Feed(slot=1, back=recent, count=recent - 2, end=length - 2)])

@@ -117,14 +117,15 @@ class OwnDraft:
         for tensor_B in (self.state.tokens_BT, self.state.lengths_B, self.state.seeds_B):
             tensor_B[to].copy_(tensor_B[source])
 
-    def note(
-        self, slots_N: Tensor, positions_N: Tensor, tokens_N: Tensor, slots_B: Tensor, next_B: Tensor, ends_B: Tensor
-    ) -> None:
-        """A step read tokens_N (drafts among them that may have been rejected: what follows will overwrite them) and
-        gave next_B; the texts then end at ends_B. A row whose next token is -1 gave none."""
+    def note(self, slots_N: Tensor, positions_N: Tensor, tokens_N: Tensor) -> None:
+        """A step read these, drafts among them that may have been rejected: what follows will overwrite them."""
+        self.state.tokens_BT[slots_N, positions_N.long()] = tokens_N.long().clamp(min=0)
+
+    def note_ends(self, slots_B: Tensor, next_B: Tensor, ends_B: Tensor) -> None:
+        """It gave next_B, and the texts then end at ends_B. A row whose next token is -1 gave none. Needed before these
+        slots are fed or draft; otherwise the step that reads next_B notes it."""
         gave_B = next_B >= 0
         trash = self.state.tokens_BT.shape[1] - 1
-        self.state.tokens_BT[slots_N, positions_N.long()] = tokens_N.long().clamp(min=0)
         self.state.tokens_BT[slots_B, torch.where(gave_B, ends_B - 1, trash)] = next_B.long().clamp(min=0)
         self.state.lengths_B[slots_B] = ends_B
 

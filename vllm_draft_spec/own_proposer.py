@@ -117,23 +117,26 @@ class OwnProposer(PluginDrafter):
         ):
             self.draft.move(source, to)
 
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor | list[list[int]]:
         """Draft ids, int64 [B, num_speculative_tokens]; -1 where a row has none. Called by keyword."""
         assert not args
         k, metadata = num_speculative_tokens, kwargs["common_attn_metadata"]
         rows = self._step_rows(metadata)
         slots_B = on_device([each.row.slot for each in rows], self.device)
-        rejected_B = kwargs["num_rejected_tokens_gpu"]
-        ends_B = metadata.seq_lens[: len(rows)].long()
-        if rejected_B is not None:
-            ends_B = ends_B - rejected_B
-        next_B = kwargs["next_token_ids"].masked_fill(self.runner.discard_request_mask.gpu[: len(rows)], -1)
-        self._note(rows, slots_B, ends_B + (next_B >= 0), next_B, kwargs)
-        self._catch_up(rows, k)
+        self._note(rows, slots_B, kwargs)
         self._last_draft_probs = None
-        if k == 0:
-            return torch.empty(len(rows), 0, device=self.device, dtype=torch.int64)
-        return self._draft(rows, k, slots_B, kwargs["sampling_metadata"])
+        lagging = [each for each in rows if is_to_be_fed(each.row, k)]
+        if k or lagging:
+            self._note_ends(len(rows), slots_B, kwargs)
+            self._catch_up(lagging)
+        return self._draft(rows, k, slots_B, kwargs["sampling_metadata"]) if k else self._no_drafts(len(rows))
+
+    def _no_drafts(self, batch: int) -> torch.Tensor | list[list[int]]:
+        """In a step without drafts nothing else hides the host's work. Of a list, unlike of a tensor, the runner makes
+        no copy that it would have to wait for; running ahead, it makes none, and asks the tensor for its shape."""
+        if self.vllm_config.scheduler_config.async_scheduling:
+            return torch.empty(batch, 0, device=self.device, dtype=torch.int64)
+        return [[] for _ in range(batch)]
 
     def _step_rows(self, metadata: Any) -> list[StepRow]:
         batch, starts = self.runner.input_batch, metadata.query_start_loc_cpu.tolist()
@@ -158,23 +161,25 @@ class OwnProposer(PluginDrafter):
         digest = hashlib.blake2b(f"{self.vllm_config.model_config.seed} {key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
-    def _note(
-        self, rows: list[StepRow], slots_B: torch.Tensor, ends_B: torch.Tensor, next_B: torch.Tensor, given: Any
-    ) -> None:
+    def _note(self, rows: list[StepRow], slots_B: torch.Tensor, given: Any) -> None:
         slots = [each.row.slot for each in rows for _ in range(each.scheduled)]
         slots_N = slots_B if len(slots) == len(rows) else on_device(slots, self.device)
         tokens_N, positions_N = (given[name][: len(slots)] for name in ("target_token_ids", "target_positions"))
-        self.draft.note(slots_N, positions_N, tokens_N, slots_B, next_B, ends_B)
+        self.draft.note(slots_N, positions_N, tokens_N)
 
-    def _catch_up(self, rows: list[StepRow], k: int) -> None:
-        """Feed rows that lag: all that are to draft now, and those that lag by much. In one step at most as many tokens
-        as a step of vLLM has: a long prompt that the target found cached is read over several steps, and its row
-        drafts when it is through."""
+    def _note_ends(self, batch: int, slots_B: torch.Tensor, given: Any) -> None:
+        ends_B, rejected_B = given["common_attn_metadata"].seq_lens[:batch].long(), given["num_rejected_tokens_gpu"]
+        if rejected_B is not None:
+            ends_B = ends_B - rejected_B
+        next_B = given["next_token_ids"].masked_fill(self.runner.discard_request_mask.gpu[:batch], -1)
+        self.draft.note_ends(slots_B, next_B, ends_B + (next_B >= 0))
+
+    def _catch_up(self, lagging: list[StepRow]) -> None:
+        """In one step at most as many tokens are fed as a step of vLLM has: a long prompt that the target found cached
+        is read over several steps, and its row drafts when it is through."""
         left, feeds = self.max_num_tokens, []
-        for each in rows:
+        for each in lagging:
             row = each.row
-            if row.missed <= MISSED_AFTER_DRAFTS or (k == 0 and row.missed < MAX_LAG):
-                continue
             if self.settings.window:
                 if each.partial:
                     continue  # of a prompt its end matters
@@ -221,3 +226,8 @@ class OwnProposer(PluginDrafter):
         certain_B = self._under_grammar()
         greedy_B = temperature_B < GREEDY if certain_B is None else (temperature_B < GREEDY) | certain_B
         return temperature_B.masked_fill(greedy_B, 0.0), False
+
+
+def is_to_be_fed(row: Row, k: int) -> bool:
+    """All that are to draft now, and those that lag by much."""
+    return row.missed > MISSED_AFTER_DRAFTS and (k > 0 or row.missed >= MAX_LAG)
