@@ -9,7 +9,7 @@ from typing import Any
 
 def round_times(times: Sequence[Any], batch: int) -> dict[str, Any]:
     """Milliseconds of the worker's own clock, by the plugin: drafting a token, and the target's step; medians over
-    rounds of the whole batch. times_by_k: [k, rounds, drafting, the target's step] of each draft length."""
+    rounds of the whole batch. ks, and beside each its number of rounds, its drafting, its target's step."""
     whole = [each for each in times if each.batch == batch]
     drafting = [each for each in whole if each.k]
     found = {"round_draft_ms": drafting and median(each.draft_s for each in drafting)}
@@ -18,9 +18,14 @@ def round_times(times: Sequence[Any], batch: int) -> dict[str, Any]:
     by_k: dict[int, list[Any]] = {}
     for each in whole:
         by_k.setdefault(each.k, []).append(each)
-    table = [
-        [k, len(ours), 1e3 * median(each.draft_s for each in ours), 1e3 * median(each.verify_s for each in ours)]
-        for k, ours in sorted(by_k.items())
-    ]
     shown = {name: 1e3 * value for name, value in found.items() if value}
-    return {**shown, "times_by_k": table} if table else shown
+    if not by_k:
+        return shown
+    ks = sorted(by_k)
+    return {
+        **shown,
+        "ks": ks,
+        "rounds_by_k": [len(by_k[k]) for k in ks],
+        "draft_ms_by_k": [1e3 * median(each.draft_s for each in by_k[k]) for k in ks],
+        "verify_ms_by_k": [1e3 * median(each.verify_s for each in by_k[k]) for k in ks],
+    }

@@ -261,7 +261,8 @@ def test_times_are_of_whole_batches() -> None:
     others = [StepTimes(draft_s=9.0, verify_s=9.0, batch=3, k=2), StepTimes(draft_s=0.0, verify_s=0.006, batch=4, k=0)]
     assert round_times(times + others, 4) == {
         "round_draft_ms": pytest.approx(8), "draft_step_ms": pytest.approx(4), "verify_ms": pytest.approx(10),
-        "times_by_k": [[k, 1, pytest.approx(4 * k), pytest.approx(10 if k else 6)] for k in (0, 1, 2, 4)],
+        "ks": [0, 1, 2, 4], "rounds_by_k": [1, 1, 1, 1],
+        "draft_ms_by_k": pytest.approx([0, 4, 8, 16]), "verify_ms_by_k": pytest.approx([6, 10, 10, 10]),
     }  # fmt: skip
     assert round_times([], 4) == {}
 
