@@ -86,11 +86,21 @@ class RaggedCache:
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
     ) -> None:
-        # Zeros, never empty memory: a masked slot still multiplies its value by 0, and 0 * NaN is NaN.
-        self.layers = {
-            index: tuple(torch.zeros(num_rows, heads, capacity + 1, dim, dtype=dtype, device=device) for _ in "kv")
-            for index, (heads, dim) in layer_shapes.items()
+        # Layers of one shape lie together, so that a row is copied or cleared by one call for all of them. Zeros, never
+        # empty memory: a masked slot still multiplies its value by 0, and 0 * NaN is NaN.
+        same: dict[tuple[int, int], list[int]] = {}
+        for index, shape in layer_shapes.items():
+            same.setdefault(shape, []).append(index)
+        self._buffers_L2BHCD = [
+            torch.zeros(len(indices), 2, num_rows, heads, capacity + 1, dim, dtype=dtype, device=device)
+            for (heads, dim), indices in same.items()
+        ]
+        found = {
+            index: (keys, values)
+            for indices, buffer in zip(same.values(), self._buffers_L2BHCD, strict=True)
+            for index, (keys, values) in zip(indices, buffer, strict=True)
         }
+        self.layers = {index: found[index] for index in layer_shapes}
         self.capacity = capacity
         self._max_positions = capacity if max_positions is None else min(capacity, max_positions)
         self.lengths_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -161,17 +171,15 @@ class RaggedCache:
 
     def copy_row(self, source: int, to: int) -> None:
         """Row `to` becomes what row `source` is."""
-        for pair in self.layers.values():
-            for buffer in pair:
-                buffer[to].copy_(buffer[source])
+        for buffer in self._buffers_L2BHCD:
+            buffer[:, :, to].copy_(buffer[:, :, source])
         self.lengths_B[to].copy_(self.lengths_B[source])
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows whose contents may be NaN (a NaN behind the mask would still leak: 0 * NaN is NaN)."""
-        for pair in self.layers.values():
-            for buffer in pair:
-                for row in rows:  # an index would be sent to the device, in every layer
-                    buffer[row].zero_()
+        for buffer in self._buffers_L2BHCD:
+            for row in rows:  # an index would be sent to the device
+                buffer[:, :, row].zero_()
 
 
 def _scatter(buffer_BHCD: Tensor, plan: Plan, new_BHqD: Tensor) -> None:

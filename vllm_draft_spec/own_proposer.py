@@ -208,7 +208,7 @@ class OwnProposer(PluginDrafter):
         for each in ready:
             each.row.drafted = True
         temperature_B, greedy = self._temperatures(len(rows), sampling)
-        by_slot = torch.zeros(len(self.rows), device=self.device).index_copy_(0, slots_B, temperature_B)
+        by_slot = torch.zeros(self.rows.span, device=self.device).index_copy_(0, slots_B, temperature_B)
         longest, captures = max(each.ends for each in rows), self.draft.rounds.captures
         proposal = self.draft.propose(k, [each.row.slot for each in ready], by_slot, greedy, longest)
         self.captured = self.draft.rounds.captures > captures

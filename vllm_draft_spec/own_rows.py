@@ -1,8 +1,9 @@
 """Which slot of the own draft's cache each request has, and how many of its tokens the draft has not read yet.
 
 vLLM moves rows within its batch, and takes rows out that miss a step. A request's slot is its own, found by its name.
-The slots in use are always the first ones, so that a forward over all of them computes no row for nothing and reads the
-cache in place: when a request leaves, the last slot moves into the gap.
+A forward goes over the slots up to the last one in use and reads the cache in place. A request that leaves makes a gap,
+which the next one fills; moving a row copies its whole cache, so that rows are moved together only when less than half
+of those slots is in use.
 
 `missed` is an upper bound that needs no word from the device. Worked example: 3 drafts were made, so the draft has read
 all tokens and the first two drafts. Whatever part of the three is accepted, of the tokens there are then it misses two
@@ -42,11 +43,12 @@ class Rows:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._by_slot: list[Row] = []
+        self._by_slot: list[Row | None] = []  # the last one is never a gap
         self._by_name: dict[str, Row] = {}
 
-    def __len__(self) -> int:
-        """Slots [0, len) are in use."""
+    @property
+    def span(self) -> int:
+        """Slots [0, span) hold all rows."""
         return len(self._by_slot)
 
     def get(self, name: str) -> Row | None:
@@ -55,20 +57,29 @@ class Rows:
     def admit(self, name: str, known: int) -> Row:
         """A request whose first `known` tokens were read by the target before."""
         assert name not in self._by_name
-        assert len(self) < self._num_slots, "vLLM runs more requests than max_num_seqs"
-        row = Row(name=name, slot=len(self), missed=known)
-        self._by_slot.append(row)
-        self._by_name[name] = row
+        assert len(self._by_name) < self._num_slots, "vLLM runs more requests than max_num_seqs"
+        if len(self._by_name) == self.span:
+            self._by_slot.append(None)
+        row = Row(name=name, slot=self._by_slot.index(None), missed=known)
+        self._by_slot[row.slot] = self._by_name[name] = row
         return row
 
     def release(self, names: Iterable[str]) -> list[tuple[int, int]]:
         """Let these go, if they are here. The slots to copy then, one after another, as (from, to)."""
-        gone = [row for name in names if (row := self._by_name.pop(name, None)) is not None]
+        for name in names:
+            if (row := self._by_name.pop(name, None)) is not None:
+                self._by_slot[row.slot] = None
+        self._trim()
         moves = []
-        for row in sorted(gone, key=lambda row: -row.slot):
-            last = self._by_slot.pop()
-            if last is not row:
-                moves.append((last.slot, row.slot))
-                last.slot = row.slot
-                self._by_slot[row.slot] = last
+        if 2 * len(self._by_name) < self.span:
+            while len(self._by_name) < self.span:
+                row, to = self._by_slot[-1], self._by_slot.index(None)
+                assert row is not None
+                moves.append((row.slot, to))
+                self._by_slot[to], self._by_slot[-1], row.slot = row, None, to
+                self._trim()
         return moves
+
+    def _trim(self) -> None:
+        while self._by_slot and self._by_slot[-1] is None:
+            self._by_slot.pop()
