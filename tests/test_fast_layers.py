@@ -111,6 +111,22 @@ def test_products_that_take_in_norms_and_additions_change_nothing(kernel_device,
         assert error < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
+def test_a_head_may_have_other_rows_than_the_layers(kernel_device, monkeypatch) -> None:
+    """Of 18 tokens two are kept, which no tiling may be known for beside a residual stream."""
+    monkeypatch.setattr("specdec.fast._check_deviation", lambda *args: None)
+    quick = CachedModel(tiny("llama", layers=1).to(kernel_device), num_rows=2, capacity=CAPACITY, fast=True)
+    decoder, layer = quick._fast, quick._fast.layers[0]
+    fast_tilings.untimed([decoder.head, layer.qkv, layer.out, layer.gate_up, layer.down])
+    decoder._fused_classes, decoder.head.fused = (True, False, True, False), (None,) * 4
+    tokens_Bq = torch.arange(18, device=kernel_device).view(2, 9)
+    zero_B = torch.zeros(2, dtype=torch.int64, device=kernel_device)
+    outs = []
+    for decoder.fused in (True, False):
+        plan = quick.cache.plan(zero_B, zero_B + 9, 9, slice(0, 2), None)
+        outs.append(decoder.forward(tokens_Bq, quick.cache, plan, 1))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
 def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> None:
     """As on a GPU, with a clock that finds each run slower than the last one: what comes first is best."""
     tried = [Tiling(block_n=n, block_k=n, splits=2, warps=4, stages=1) for n in (32, 64)]

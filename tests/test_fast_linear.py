@@ -83,10 +83,11 @@ def stream(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str
 
 # The interpreter cuts bfloat16 off where a GPU rounds; it rounds float16 right.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("tiling", "rows"), [*((each, 6) for each in SMALL), (SMALL[1], 33)])
-def test_products_beside_a_residual_stream(kernel_device, dtype, tiling, rows) -> None:
-    """What `add_norm` between two products gives, for a stream that no block divides; the second reads kept tokens."""
-    inputs, width = 24, 40
+@pytest.mark.parametrize(("tiling", "rows", "width"), [*((each, 6, 40) for each in SMALL), (SMALL[3], 33, 1100)])
+def test_products_beside_a_residual_stream(kernel_device, dtype, tiling, rows, width) -> None:
+    """What `add_norm` between two products gives, for a stream that no block divides; the second reads kept tokens.
+    With many rows, more sums of squares than are read at once."""
+    inputs = 24
     adding, residual, norm = stream(rows, inputs, width, dtype, kernel_device)
     reading = product_of(20, width, dtype, kernel_device, bias=True, gated=True)
     reading.scratch = adding.scratch
