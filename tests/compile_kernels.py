@@ -22,7 +22,7 @@ from triton.runtime import JITFunction, driver
 from specdec import fast_kernels, fast_round, fast_steps
 from specdec.fast_attention import attend_short, counters
 from specdec.fast_kernels import add_norm, rotate_and_store, silu_mul
-from specdec.fast_linear import MAX_ROWS, Scratch, add_product, split_product
+from specdec.fast_linear import MAX_ROWS, Scratch, Tiling, add_product, split_product
 from specdec.fast_residual import Norm, Normed, embed
 from specdec.fast_tilings import candidates, wide_candidates
 from specdec.graph_draft import DraftBuffers
@@ -115,7 +115,12 @@ def layer(hidden: int, inner: int, heads: int, kv_heads: int, dim: int, dtype: t
     weight_VE, tokens = torch.zeros(8, hidden, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     residual = embed(tokens, weight_VE, scratch.squares(rows, 1))
     normed = Normed(residual=residual, norm=Norm(weight_E=weight_VE[0], epsilon=1e-6))
-    tried = candidates if rows <= MAX_ROWS else wide_candidates
+
+    def tried(outputs: int, inputs: int) -> list[Tiling]:
+        if rows > MAX_ROWS:
+            return wide_candidates(outputs, inputs)
+        return [tiling for tiling in candidates(outputs, inputs) if tiling.early]  # the others take no more
+
     for outputs, gated in (((heads + 2 * kv_heads) * dim, False), (2 * inner, True)):
         weight = torch.zeros(outputs, hidden, dtype=dtype)
         for tiling in tried(outputs, hidden):
