@@ -4,12 +4,12 @@
 
 One engine, in this process, decodes each of the config's prompt sets (`bench_vllm.prompts`) for itself and then, as
 the load "shifting", the two sets that differ most in measured acceptance in turn. In each load all controllers take
-turns, there and back, `repeats` times after one unmeasured turn; each begins a load with nothing learned and keeps from
-turn to turn what it learns, as in a server.
+turns, there and back, `repeats` times. The adaptive one begins a load with nothing learned, learns in a turn of its own
+before, and keeps from turn to turn what it learns, as in a server.
 
 By the clock a turn's speed is its tokens over its seconds, which other processes disturb. Charged, its steps are added
 up at the median price of their kind over the whole run (bench/step_charges.py): only what was chosen and accepted makes
-a difference. `charged_from_start` counts the unmeasured turn too, and with it all learning.
+a difference. `charged_from_start` counts the turn before too, and with it all learning.
 tests/test_plugin_scheduler.py asks the same of exact, simulated times.
 """
 
@@ -55,25 +55,26 @@ class Turn:
 
 @dataclass
 class Variant:
-    """A controller and its turns of a load, the unmeasured one first."""
+    """A controller and its turns of a load; before: the turn in which one that learns begins."""
 
     name: str
     controller: Controller
+    before: list[Turn] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens a second by the clock, of each measured turn."""
-        return [turn.tokens / turn.seconds for turn in self.turns[1:]]
+        """Tokens a second by the clock, of each turn."""
+        return [turn.tokens / turn.seconds for turn in self.turns]
 
     def charged(self, at: Prices, *, from_start: bool = False) -> float:
-        """Tokens a second at these prices, over all measured turns, or over all."""
-        turns = self.turns if from_start else self.turns[1:]
+        """Tokens a second at these prices, over its turns, or from the turn before on."""
+        turns = self.before + self.turns if from_start else self.turns
         return sum(turn.tokens for turn in turns) / sum(at.of(step) for turn in turns for step in turn.steps)
 
     @property
     def steps(self) -> list[Taken]:
-        return [step for turn in self.turns for step in turn.steps]
+        return [step for turn in self.before + self.turns for step in turn.steps]
 
     @property
     def acceptance(self) -> float | None:
@@ -151,7 +152,7 @@ def pilot_of(engine: Any) -> Any:
 def rows_of(measured: Sequence[Variant], at: Prices, names: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row for each controller. of_best_fixed: the median over turns of its speed over that of the fixed length that
     was fastest in the median, both of the same turn, so that a machine that slows down slows both. charged_...: against
-    the fixed length that is fastest at these prices; from_start: with the unmeasured turn."""
+    the fixed length that is fastest at these prices; from_start: with the turn before."""
     fixed = [each for each in measured if each.name != "adaptive"]
     best = max(fixed, key=lambda each: median(each.speeds))
     cheapest = max(fixed, key=lambda each: each.charged(at))
@@ -175,7 +176,7 @@ def rows_of(measured: Sequence[Variant], at: Prices, names: Mapping[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """k_max: the largest draft length; batch: requests at once; tokens: of each; repeats: measured turns."""
+    """k_max: the largest draft length; batch: requests at once; tokens: of each; repeats: turns of each controller."""
 
     k_max: int
     batch: int
@@ -206,7 +207,9 @@ def run(config: Config, sets: Mapping[str, Sequence[Batch]], extent: Extent) -> 
 def turns(engine: Any, recorder: Recorder, batches: Sequence[Batch], extent: Extent) -> list[Variant]:
     """All controllers on a load, with their turns."""
     measured = variants(extent.k_max)
-    for turn in range(extent.repeats + 1):
+    adaptive = measured[-1]
+    adaptive.before.append(measure(engine, recorder, adaptive, batches, extent.tokens))
+    for turn in range(extent.repeats):
         for each in measured if turn % 2 == 0 else reversed(measured):
             each.turns.append(measure(engine, recorder, each, batches, extent.tokens))
     return measured

@@ -15,7 +15,10 @@ SHARES = (
         "charged_of_best_fixed",
         "Charged with the median price of each step's kind over the whole run, which other processes hardly disturb",
     ),
-    ("charged_from_start", "Charged, the first turn included, in which the adaptive controller knows nothing yet"),
+    (
+        "charged_from_start",
+        "Charged, the adaptive controller's turn before included, at the start of which it knows nothing",
+    ),
     ("of_best_fixed", "By the clock, the median over turns, each against the same turn of the fixed length"),
 )
 PRICES = {"step_rows": "rows", "step_k": "k", "draft_ms": "draft ms", "verify_ms": "verify ms"}
@@ -57,7 +60,7 @@ def drafted(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
                 "load": name,
                 f"accepted of those tested, {longest['controller']}": number(longest["acceptance"]),
                 "adaptive's mean k": number(adaptive["mean_k"]),
-                "adaptive's rounds, all turns": number(adaptive["rounds"]),
+                "adaptive's rounds, with the turn before": number(adaptive["rounds"]),
             }
         )
     return pd.DataFrame(records)

@@ -31,10 +31,10 @@ def prompt(drafts: int, seconds: float = 2.0) -> Taken:
 
 
 def test_ratios_are_of_the_same_turn() -> None:
-    """The machine was half as fast in the second measured turn; the adaptive controller was 10 % behind in each."""
+    """The machine was half as fast in the second turn; the adaptive controller was 10 % behind in each."""
     one, two, adaptive = variants(1)
     assert isinstance(adaptive.controller, Adaptive)
-    for each, speeds in ((one, [1, 80, 40, 80]), (two, [1, 100, 50, 100]), (adaptive, [1, 90, 45, 90])):
+    for each, speeds in ((one, [80, 40, 80]), (two, [100, 50, 100]), (adaptive, [90, 45, 90])):
         each.turns = [Turn(tokens=1, seconds=1 / speed, steps=[plain(1.0)]) for speed in speeds]
     rows = rows_of([one, two, adaptive], prices([plain(1.0)]), {"batch": 1, "prompt_set": "a"})
     assert [(row["controller"], pytest.approx(row["of_best_fixed"])) for row in rows] == [
@@ -47,13 +47,13 @@ def test_ratios_are_of_the_same_turn() -> None:
 
 def test_charges_leave_out_what_disturbed_a_turn() -> None:
     """Plain steps take 1 s and rounds of k = 1 take 1.2 s, but 9 s in the turn of the length that drafts: charged, it
-    is ahead, since it needs half the steps. The first turn of the adaptive controller was all plain."""
+    is ahead, since it needs half the steps. The adaptive controller's turn before was all plain."""
     zero, one, adaptive = variants(1)
     calm = [plain(1.0) for _ in range(10)], [plain(1.2, 1) for _ in range(10)]
-    zero.turns = [Turn(tokens=10, seconds=10.0, steps=calm[0])] * 2
-    one.turns = [Turn(tokens=10, seconds=6.0, steps=calm[1][:5]), Turn(tokens=10, seconds=45.0, steps=[])]
-    one.turns[1].steps = [plain(9.0, 1) for _ in range(5)]
-    adaptive.turns = [Turn(tokens=10, seconds=10.0, steps=calm[0]), Turn(tokens=10, seconds=6.0, steps=calm[1][:5])]
+    zero.turns = [Turn(tokens=10, seconds=10.0, steps=calm[0])]
+    one.turns = [Turn(tokens=10, seconds=45.0, steps=[plain(9.0, 1) for _ in range(5)])]
+    adaptive.before = [Turn(tokens=10, seconds=10.0, steps=calm[0])]
+    adaptive.turns = [Turn(tokens=10, seconds=6.0, steps=calm[1][:5])]
     all_steps = [step for each in (zero, one, adaptive) for step in each.steps]
     at = prices([*all_steps, *calm[1]])
     assert at.of(plain(9.0, 1)) == pytest.approx(1.2)
