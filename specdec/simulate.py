@@ -5,6 +5,7 @@ oracle's speed over k = 0 and the others' share of it. The last line of output i
 
     python -m specdec.simulate --tables h200-first cpu --batches 1 64 --traces phases 0.87
     python -m specdec.simulate --traces recorded.jsonl --plot k.svg
+    python -m specdec.simulate --times results/vllm_lengths.json --batches 1 --k-max 3
 """
 
 import argparse
@@ -21,6 +22,7 @@ import numpy as np
 import specdec
 from specdec.controller import Adaptive, FixedK, Geometric
 from specdec.simulate_costs import CostModel, cost_models
+from specdec.simulate_measured import read_times
 from specdec.simulate_run import (
     ByBatchSize,
     LengthByRow,
@@ -35,6 +37,7 @@ from specdec.simulate_run import (
 from specdec.simulate_traces import Trace, mixed_rows, phases, read_recorded, stationary
 
 TRACES = ("phases", "positions", "mixed", "dies")
+DEFAULT_TABLES = ("h200-first", "h200-floor", "cpu")
 COLUMNS = ("best fixed", "k = 0", "by batch", "geometric", "adaptive", "by row", "by row, planned")
 
 
@@ -137,9 +140,17 @@ def plot_lengths(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path)
 
 
+def tables(names: Sequence[str] | None, times: Path | None) -> list[CostModel]:
+    """Those named and those of the file; three where neither is given. ValueError for a file without times."""
+    measured = list(read_times(times).values()) if times else []
+    known = cost_models()
+    return [known[name] for name in names or (() if times else DEFAULT_TABLES)] + measured
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m specdec.simulate", description=__doc__.split("\n")[0])
-    parser.add_argument("--tables", nargs="+", default=["h200-first", "h200-floor", "cpu"], choices=list(cost_models()))
+    parser.add_argument("--tables", nargs="+", choices=list(cost_models()), help="h200-first, h200-floor and cpu")
+    parser.add_argument("--times", type=Path, help="result file of an engine: its measured step times as tables")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--traces", nargs="+", default=["0.35", "0.87", "phases", "mixed"])
     parser.add_argument("--tokens", type=int, default=2000, help="tokens a row (phases: twice that in all)")
@@ -157,11 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     noise = Noise(jitter=options.jitter, outliers=options.outliers)
     cells = []
     try:
-        for table in options.tables:
+        for cost in tables(options.tables, options.times):
             for batch in options.batches:
                 for name in options.traces:
                     trace = make_trace(name, batch, options.tokens, options.seed)
-                    cost = cost_models()[table]
                     cell = run_cell(cost, trace, batch=batch, k_max=options.k_max, seed=options.seed, noise=noise)
                     cells.append(cell)
                     print("\n".join(table_lines(cells)[0 if len(cells) == 1 else -1 :]), flush=True)

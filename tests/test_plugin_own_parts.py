@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,8 +175,9 @@ class Life:
         self.step({name: (text, cached)})
 
     def step(self, read: dict[str, tuple[list[int], int]]) -> None:
-        """The target reads (text from a place on) of these; the last token of each text is the one it gave."""
-        slots_N, positions_N, tokens_N, slots_B, next_B, ends_B = [], [], [], [], [], []
+        """The target reads (text from a place on) of these; the last token of each text is the one it gave, which is
+        noted when it is read, or before drafting."""
+        slots_N, positions_N, tokens_N = [], [], []
         for name, (text, start) in read.items():
             row = self.rows.get(name)
             assert row is not None
@@ -184,11 +186,7 @@ class Life:
             slots_N += [row.slot] * (len(text) - 1 - start)
             positions_N += range(start, len(text) - 1)
             tokens_N += text[start:-1]
-            slots_B.append(row.slot)
-            next_B.append(text[-1])
-            ends_B.append(len(text))
         self.draft.note(*map(torch.tensor, (slots_N, positions_N, tokens_N)))
-        self.draft.note_ends(*map(torch.tensor, (slots_B, next_B, ends_B)))
 
     def plain_step(self) -> None:
         grown = {name: [*text, self.chance.randrange(VOCAB)] for name, text in self.texts.items()}
@@ -196,6 +194,8 @@ class Life:
 
     def draft_step(self, k: int) -> None:
         """k drafts; then some of each row's are accepted, and another token comes after them."""
+        ends = [(self.rows.get(name).slot, text[-1], len(text)) for name, text in self.texts.items()]  # type: ignore[union-attr]
+        self.draft.note_ends(*map(torch.tensor, zip(*ends, strict=True)))
         feeds, slots = [], []
         for name, text in self.texts.items():
             row = self.rows.get(name)
@@ -257,6 +257,20 @@ def test_with_a_window_every_graph_is_made_in_the_rehearsal(monkeypatch: pytest.
         for used, greedy, longest in ((1, True, 5), (3, False, 200), (9, True, 299)):
             draft.propose(1 + used % 3, range(used), torch.ones(used), greedy, longest)
     assert draft.rounds.captures == 5 * 2 * 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_without_drafts_gives_nothing_to_wait_for(ahead: bool) -> None:
+    """A list, of which vLLM's runner makes no copy from the device. With asynchronous scheduling it makes none of a
+    tensor either, and takes the number of drafts from its shape."""
+    pytest.importorskip("vllm")
+    from vllm_draft_spec.own_proposer import OwnProposer
+
+    proposer: Any = object.__new__(OwnProposer)
+    proposer.device = torch.device("cpu")
+    proposer.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+    none = proposer._no_drafts(3)
+    assert tuple(none.shape) == (3, 0) if ahead else none == [[], [], []]
 
 
 def live_through(life: Life) -> None:

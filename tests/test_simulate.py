@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from specdec.controller import Adaptive, Controller, FixedK, Geometric
 from specdec.controller_measured import geometric_tokens
 from specdec.simulate import main
 from specdec.simulate_costs import CostModel, cost_models, imaginary
+from specdec.simulate_measured import read_times
 from specdec.simulate_run import (
     Batch,
     LengthByRow,
@@ -195,6 +197,19 @@ def test_lengths_by_row_gain_where_rows_differ_and_verification_is_dear(table: s
     assert speeds[True] >= 1.03 * speeds[False]
 
 
+@pytest.mark.parametrize("fed", [True, False])
+def test_large_batches_come_back_where_the_draft_is_fed_at_k_0_too(fed: bool) -> None:
+    """As the plugin's is, after 64 tokens: then a probe of all rows costs little. Elsewhere it would cost too much, and
+    `choose` stays at k = 0 (docs/controller.md)."""
+    cost = replace(COSTS["h200-first"], feed_after=64 if fed else None)
+    trace = phases((0.25, 0.9), phase_tokens=400, count=2, requests=64, seed=0)
+    run = simulate(trace, cost, OneLength(Adaptive(4)), slots=64)
+    fixed = [simulate(trace, cost, OneLength(FixedK(k)), slots=64).speed for k in range(4)]
+    assert run.speed >= 0.98 * fixed[0]
+    assert (tokens_to_recover(run, 400) <= 100) == fed
+    assert (run.speed > 1.02 * max(fixed)) == fed
+
+
 # The simulator itself
 
 
@@ -283,3 +298,31 @@ def test_an_unknown_trace_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
 def test_all_controllers_keep_the_protocol() -> None:
     controllers: list[Controller] = [FixedK(3), Geometric(4), Adaptive(4)]
     assert [controller.k_max for controller in controllers] == [3, 4, 4]
+
+
+def result_file(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    return path
+
+
+def test_measured_times_of_a_result_become_tables(tmp_path: Path) -> None:
+    prices = [
+        {"step_rows": 2, "step_k": k, "draft_ms": 10.0 * k, "verify_ms": 50.0 + 5 * k, "between_ms": 1.0}
+        for k in (0, 1, 3)
+    ]
+    tables = read_times(result_file(tmp_path / "lengths.json", [{"controller": "fixed 1"}, *prices]))
+    cost = tables["lengths"]
+    assert [cost.round_s(2, k) for k in range(5)] == pytest.approx([0.051, 0.066, 0.081, 0.096, 0.111])
+    assert cost.step(2) == pytest.approx(0.010)
+    speed = {"batch": 16, "method": "ours", "ks": [0, 2], "draft_ms_by_k": [0, 4], "verify_ms_by_k": [6, 8]}
+    lone = {"batch": 4, "method": "ours", "ks": [2], "draft_ms_by_k": [1], "verify_ms_by_k": [1]}
+    tables = read_times(result_file(tmp_path / "speed.json", [speed, lone]))
+    assert list(tables) == ["speed ours"]
+    assert tables["speed ours"].round_s(16, 1) == tables["speed ours"].round_s(4, 1) == pytest.approx(0.009)
+
+
+def test_a_file_without_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--times", str(result_file(tmp_path / "x.json", [{"batch": 1}]))]) == 2
+    assert "no step times by draft length" in capsys.readouterr().err
+    assert main(["--times", str(tmp_path / "missing.json")]) == 2
+    assert "not a result file" in capsys.readouterr().err
