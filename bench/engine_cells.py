@@ -59,12 +59,14 @@ def ordered(sizes: Sizes) -> list[Cell]:
     """Every cell once. Cells of one engine stand together, as each engine has to be built and captured."""
     best, *others = sizes.variants
     first, *more_alphas = sizes.alphas
+    beside = list(_beside(sizes))
     groups = [
-        [cell for batch in sizes.batches for cell in _speeds(best, batch, first, sizes.ks, sizes.k_max)],
-        _steps(best, sizes.batches, sizes.contexts[:1]),
+        [cell for batch in sizes.batches[:3] for cell in _speeds(best, batch, first, sizes.ks, sizes.k_max)],
+        _steps(best, sizes.batches, sizes.contexts),
+        [cell for cell in beside if cell.batch == sizes.batches[0] and cell.method in ("eager", "4 tokens")],
+        [cell for batch in sizes.batches[3:] for cell in _speeds(best, batch, first, sizes.ks, sizes.k_max)],
         [Cell(what="vllm", method="generate", batch=batch) for batch in sizes.batches],
-        _steps(best, sizes.batches, sizes.contexts[1:]),
-        list(_beside(sizes)),
+        beside,
         [
             cell
             for batch in sizes.batches
