@@ -464,3 +464,16 @@ def test_a_draft_fed_at_k_0_too_costs_only_its_extra_forward_to_come_back() -> N
     assert costs.round_s(64, 0) == pytest.approx(1.0, rel=0.01), "those rounds are no plain ones"
     assert costs.catch_up_s(64, 64 * 64) > 2.0
     assert controller._catch_up_s(64, 64 * 64) <= 0.3
+
+
+@pytest.mark.parametrize(("gain", "drafts"), [(1.005, True), (1.03, False)])
+def test_k_0_is_taken_for_a_clear_gain_only(gain: float, drafts: bool) -> None:
+    """Each way costs a catch-up, and at k = 0 a later change is seen late. Half of the drafts are accepted, so that one
+    draft gives 1.5 tokens, in 1.5 times `gain` the time of none."""
+    c = 1.5 * gain - 1
+    controller = timed(Adaptive(K_MAX), c=c, rows=100)
+    for accepted in [95] * 30 + [50] * 60:
+        k = controller.choose(100)
+        counts = ([100] * min(k, 1), [accepted] * min(k, 1))
+        controller.observe(round_stats(k, rows=100, draft_s=c * k, total_s=1 + c * k, counts=counts))
+    assert (controller.k > 0) == drafts
