@@ -36,7 +36,7 @@ class Measured:
         self._acceptance = Acceptance(self.k_max, windows(decay_tokens))
         self._k = 0
         self._missed = 0  # rounds at k = 0 since the draft was last fed
-        self._fed_idle = False  # whether the owner feeds the draft now and then at k = 0 too
+        self._fed_every = 0  # rounds at k = 0 after which the owner feeds the draft there too; 0: never seen
         self._asked, self._silent = 0, 0
         self._last_times: tuple[float, float] | None = None
         self._told = True  # whether the last round's time was its own: what cannot be timed is not asked for
@@ -49,7 +49,8 @@ class Measured:
     def observe(self, round: RoundStats) -> None:
         self._observe_times(round, self._caught_up(round, self._missed * round.rows))
         self._acceptance.observe(round.wanted, round.accepted)
-        self._fed_idle = self._fed_idle or _fed_at_0(round)
+        if _fed_at_0(round):
+            self._fed_every = self._missed + 1
         self._missed = 0 if round.k > 0 or _fed_at_0(round) else self._missed + 1
 
     def observe_cost(self, rows: int, k: int, draft_s: float, verify_s: float, total_s: float) -> None:
@@ -97,7 +98,7 @@ class Measured:
     def _catch_up_s(self, rows: int, missed_tokens: float) -> float:
         """What feeding the draft now costs. Where it is fed at k = 0 too, only the extra forward: what its tokens cost
         comes in any case, later."""
-        if missed_tokens > 0 and self._fed_idle:
+        if missed_tokens > 0 and self._fed_every:
             return self._costs.catch_up.seconds(0, self._costs.step_s(rows))
         return self._costs.catch_up_s(rows, missed_tokens)
 
@@ -128,8 +129,11 @@ class Measured:
         return self._acceptance.expected_tokens()
 
     def _speeds(self, rows: int) -> list[float]:
-        """Expected tokens per second and row, by k."""
-        return [tokens / seconds for tokens, seconds in zip(self._tokens(), self._costs.round_times(rows), strict=True)]
+        """Expected tokens per second and row, by k; with what feeding the draft at k = 0 takes of its time."""
+        plain_s, *drafting_s = self._costs.round_times(rows)
+        if every := self._fed_every:
+            plain_s += self._costs.catch_up_s(rows, every * rows) / every
+        return [tokens / seconds for tokens, seconds in zip(self._tokens(), (plain_s, *drafting_s), strict=True)]
 
     def _hold(self, speeds: Sequence[float]) -> int:
         """The fastest length; the present one as long as it is about as fast."""

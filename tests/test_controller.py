@@ -460,10 +460,11 @@ def test_a_draft_fed_at_k_0_too_costs_only_its_extra_forward_to_come_back() -> N
             controller.observe(replace(round_stats(0, rows=64, draft_s=0.0, total_s=1.0), caught_up=0))
         fed = round_stats(0, rows=64, draft_s=0.0, total_s=1.0 + 0.2 + 64 * 64 * 1e-3)
         controller.observe(replace(fed, caught_up=64 * 64))
-    costs = controller._costs
+    costs, dear = controller._costs, controller._costs.catch_up_s(64, 64 * 64)
     assert costs.round_s(64, 0) == pytest.approx(1.0, rel=0.01), "those rounds are no plain ones"
-    assert costs.catch_up_s(64, 64 * 64) > 2.0
+    assert dear > 2.0
     assert controller._catch_up_s(64, 64 * 64) <= 0.3
+    assert controller.state(64).speed_by_k[0] == pytest.approx(1 / (1 + dear / 64), rel=0.01), "its share of each"
 
 
 @pytest.mark.parametrize(("gain", "drafts"), [(1.005, True), (1.03, False)])
