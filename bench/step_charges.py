@@ -1,8 +1,9 @@
 """What a run's steps cost by the medians of all its step times: a price list for comparing draft lengths.
 
 On a machine that does other things beside, one step's time varies by more than the lengths differ. So each kind of step
-gets one price, the median over all turns and controllers of a run, and a turn is charged with the sum of its steps'
-prices. What is left to differ between controllers is what they chose, and what was accepted.
+gets one price, a median, and a turn is charged with the sum of its steps' prices. What is left to differ between
+controllers is what they chose, and what was accepted. The medians are those of turns in which the lengths alternate
+every few steps: of turns with one length each, the one beside which a neighbour was busy would look dear.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import median
 from typing import Any
@@ -76,22 +77,22 @@ def taken(step: Any, seconds: float) -> Taken:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds by rows and drafts: making the drafts, verifying them, reading prompts with what is drafted after them.
-    catch_up: what the draft takes longer in a round in which it was fed what it had missed; between: what a step takes
-    beyond drafting and verifying."""
+    """Seconds by rows and drafts: making the drafts, verifying them. prompt: a step that reads prompts, by rows,
+    without the drafts made after them. catch_up: what the draft takes longer in a round in which it was fed what it had
+    missed; between: what a step takes beyond drafting and verifying."""
 
     draft: Mapping[Kind, float]
     verify: Mapping[Kind, float]
-    prompt: Mapping[Kind, float]
+    prompt: Mapping[Kind, float]  # of 0 drafts
     catch_up: float = 0.0
     between: float = 0.0
 
     def of(self, step: Taken) -> float:
         """Seconds of a step."""
-        if step.prompt:
-            return nearest(self.prompt, (step.rows, step.drafts))
-        extra = self.catch_up if step.caught_up else 0.0
         drafting = nearest(self.draft, (step.rows, step.drafts))
+        if step.prompt:
+            return nearest(self.prompt, (step.rows, 0)) + drafting
+        extra = self.catch_up if step.caught_up else 0.0
         return nearest(self.verify, (step.rows, step.k)) + drafting + self.between + extra
 
     def records(self) -> list[dict[str, Any]]:
@@ -109,35 +110,39 @@ class Prices:
         ]
 
 
-@dataclass
-class _Samples:
-    draft: dict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    verify: dict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    prompt: dict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-
-def prices(steps: Iterable[Taken]) -> Prices:
-    """The medians. ValueError when the worker timed no step."""
-    steps, samples = list(steps), _Samples()
-    for step in steps:
-        if step.prompt and isfinite(step.seconds):
-            samples.prompt[step.rows, step.drafts].append(step.seconds)
-        elif isfinite(step.verify_s) and not step.caught_up:
-            samples.draft[step.rows, step.k].append(step.draft_s)
-            samples.verify[step.rows, step.k].append(step.verify_s)
-    if not samples.verify:
+def prices(alternating: Iterable[Taken], others: Iterable[Taken] = ()) -> Prices:
+    """The medians of alternating steps; of prompts, of which there are few, and for lengths that did not alternate,
+    those of the others too. ValueError when the worker timed no step."""
+    alternating, others = list(alternating), list(others)
+    draft, verify = ({**_medians(others, name), **_medians(alternating, name)} for name in ("draft_s", "verify_s"))
+    if not verify:
         raise ValueError("no step was timed by vLLM's worker; expected vllm_draft_spec's times in its output")
-    draft, verify, prompt = ({kind: median(each) for kind, each in group.items()} for group in vars(samples).values())
-    late = [step.draft_s - nearest(draft, (step.rows, step.k)) for step in steps if step.caught_up]
-    steady = [step for step in steps if isfinite(step.verify_s) and step.k == step.drafts and isfinite(step.seconds)]
-    between = [step.seconds - step.draft_s - step.verify_s for step in steady if not step.caught_up]
+    prompts: dict[Kind, list[float]] = defaultdict(list)
+    for step in alternating + others:
+        if step.prompt and isfinite(step.seconds):
+            prompts[step.rows, 0].append(step.seconds - nearest(draft, (step.rows, step.drafts)))
+    late = [step.draft_s - nearest(draft, (step.rows, step.k)) for step in alternating if step.k and step.caught_up]
+    steady = [step for step in alternating if _is_steady(step) and step.k == step.drafts and isfinite(step.seconds)]
+    between = [step.seconds - step.draft_s - step.verify_s for step in steady]
     return Prices(
         draft=draft,
         verify=verify,
-        prompt=prompt,
+        prompt={kind: median(each) for kind, each in prompts.items()},
         catch_up=max(0.0, median(late)) if late else 0.0,
         between=max(0.0, median(between)) if between else 0.0,
     )
+
+
+def _is_steady(step: Taken) -> bool:
+    return isfinite(step.verify_s) and not step.caught_up and not step.prompt
+
+
+def _medians(steps: Iterable[Taken], name: str) -> dict[Kind, float]:
+    samples: dict[Kind, list[float]] = defaultdict(list)
+    for step in steps:
+        if _is_steady(step):
+            samples[step.rows, step.k].append(getattr(step, name))
+    return {kind: median(each) for kind, each in samples.items()}
 
 
 def nearest(table: Mapping[Kind, float], kind: Kind) -> float:

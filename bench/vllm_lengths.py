@@ -8,8 +8,8 @@ turns, there and back, `repeats` times. The adaptive one begins a load with noth
 before, and keeps from turn to turn what it learns, as in a server.
 
 By the clock a turn's speed is its tokens over its seconds, which other processes disturb. Charged, its steps are added
-up at the median price of their kind over the whole run (bench/step_charges.py): only what was chosen and accepted makes
-a difference. `charged_from_start` counts the turn before too, and with it all learning.
+up at the median price of their kind, from turns in which all lengths alternate (bench/step_charges.py): only what was
+chosen and accepted makes a difference. `charged_from_start` counts the turn before too, and with it all learning.
 tests/test_plugin_scheduler.py asks the same of exact, simulated times.
 """
 
@@ -33,6 +33,7 @@ import pandas as pd
 from bench.serving_drafts import folder_of
 from bench.serving_methods import CPU_SETTINGS, SWITCH, record_of_checkout
 from bench.step_charges import Prices, Recorder, Taken, prices
+from bench.vllm_worker import InTurn
 from data.common import encode_prompt
 from pipeline import models
 from pipeline.config import Config, load_config
@@ -41,6 +42,7 @@ from pipeline.sources import load_prompts
 from specdec.controller import Adaptive, Controller, FixedK
 
 SHIFTING = "shifting"
+ALTERNATE = 4  # steps of a length before the next one's turn: the first may have to catch up
 Batch = list[list[int]]
 
 
@@ -190,13 +192,17 @@ def run(config: Config, sets: Mapping[str, Sequence[Batch]], extent: Extent) -> 
     with tempfile.TemporaryDirectory() as folder:
         engine = start_engine(config, extent.k_max, extent.batch, Path(folder))
         recorder = Recorder(pilot_of(engine))
+        alternating = [k for k in range(extent.k_max + 1) for _ in range(ALTERNATE)]
+        priced = Variant(name="alternating", controller=InTurn(alternating))
         for load, batches in sets.items():
+            priced.turns.append(measure(engine, recorder, priced, batches, extent.tokens))
             done[load] = turns(engine, recorder, batches, extent)
         pair = shifting({load: measured[extent.k_max].acceptance or 0.0 for load, measured in done.items()})
         if pair[0] != pair[1]:
             both = list(chain.from_iterable(sets[load] for load in pair))
+            priced.turns.append(measure(engine, recorder, priced, both, extent.tokens))
             done[SHIFTING] = turns(engine, recorder, both, extent)
-    at = prices(step for measured in done.values() for each in measured for step in each.steps)
+    at = prices(priced.steps, [step for measured in done.values() for each in measured for step in each.steps])
     rows = []
     for load, measured in done.items():
         named = {**names, "prompt_set": load, **({"shifts_between": list(pair)} if load == SHIFTING else {})}

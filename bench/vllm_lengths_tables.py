@@ -13,7 +13,7 @@ from pipeline.tables import to_markdown
 SHARES = (
     (
         "charged_of_best_fixed",
-        "Charged with the median price of each step's kind over the whole run, which other processes hardly disturb",
+        "Charged with the median price of each step's kind, which other processes disturb little",
     ),
     (
         "charged_from_start",

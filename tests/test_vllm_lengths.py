@@ -69,8 +69,12 @@ def test_prices_keep_prompts_and_catching_up_apart() -> None:
     at = prices([plain(1.0), plain(1.2, 1), plain(1.2, 1), late, prompt(1, 3.0)])
     assert at.of(plain(nan, 0, drafts=1)) == pytest.approx(1.1), "verifies nothing, drafts one"
     assert at.of(late) == pytest.approx(1.2 + 0.3)
-    assert at.of(prompt(1)) == at.of(prompt(0)) == 3.0
+    assert (at.of(prompt(1)), at.of(prompt(0))) == (pytest.approx(3.0), pytest.approx(2.9))
     assert nearest({(1, 0): 1.0, (4, 2): 2.0}, (1, 2)) == 2.0
+    busy = [plain(5.0, 1), plain(2.0, 3)]
+    at = prices([plain(1.0), plain(1.2, 1)], busy)
+    assert at.of(plain(nan, 1)) == pytest.approx(1.2), "of the steps that alternate"
+    assert at.of(plain(nan, 3)) == pytest.approx(2.0), "where there is no other"
     with pytest.raises(ValueError, match="no step was timed"):
         prices([prompt(1)])
 
