@@ -147,7 +147,7 @@ class SpeedEngine:
             outputs = whole(*args, **kwargs)
             if self._all_read is None:
                 counts = [request.num_output_tokens for request in self.scheduler.running]
-                if len(counts) == self._batch and min(counts) > 0:
+                if counts and len(counts) == self._batch and min(counts) > 0:
                     self._all_read = sum(counts), time.perf_counter()
             return outputs
 

@@ -148,11 +148,10 @@ def attend_short(
 
 
 def _splits_for(programs: int, num_blocks: int, device: torch.device) -> int:
-    """The power of two that fills the GPU with `programs` times as many, within what a full cache can use; 1 where they
-    fill it themselves, since adding up takes a launch or a wait."""
+    """The power of two that fills the GPU with `programs` times as many, within what a full cache can use."""
     processors = _INTERPRETED_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)
+    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * processors, programs)
     useful = triton.cdiv(num_blocks, LEAST_SHARE)
     return min(triton.next_power_of_2(wanted), triton.next_power_of_2(useful), _MAX_SPLITS)

@@ -11,7 +11,7 @@ from specdec.fast_kernels import let_next_start, turned, wait_for_last
 
 MAX_QUERIES = 16
 # Blocks that a program has at least: below, adding up costs more than another program gains.
-LEAST_SHARE = 1
+LEAST_SHARE = 2
 _LEAST_SHARE, _COLUMNS = tl.constexpr(LEAST_SHARE), tl.constexpr(MAX_QUERIES)
 # Elements of the splits' parts that are added up at once: registers of 128 threads.
 _MERGED_AT_ONCE = tl.constexpr(8192)
@@ -68,25 +68,19 @@ def _weight_halves(weight_ptr, D: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _halves(head_ptr, real, D: tl.constexpr):
-    """(lower half, upper half) of heads [N, D / 2] in float32, zeros where not real."""
-    here, real = head_ptr[:, None] + tl.arange(0, D // 2)[None, :], real[:, None]
+def _halves(head_ptr, real, position, cosine_ptr, sine_ptr, D: tl.constexpr):
+    """(lower half, upper half, cosine, sine) of heads [N, D / 2] in float32, zeros where not real."""
+    half = tl.arange(0, D // 2)[None, :]
+    here, angle, real = head_ptr[:, None] + half, position[:, None] * D + half, real[:, None]
     low, high = tl.load(here, mask=real, other=0.0), tl.load(here + D // 2, mask=real, other=0.0)
-    return low.to(tl.float32), high.to(tl.float32)
+    cosine, sine = tl.load(cosine_ptr + angle, mask=real, other=0.0), tl.load(sine_ptr + angle, mask=real, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32), cosine.to(tl.float32), sine.to(tl.float32)
 
 
 @triton.jit
-def _angles(real, position, cosine_ptr, sine_ptr, D: tl.constexpr):
-    """(cosine, sine) by which heads at these positions are turned [N, D / 2] in float32, zeros where not real."""
-    here, real = position[:, None] * D + tl.arange(0, D // 2)[None, :], real[:, None]
-    cosine, sine = tl.load(cosine_ptr + here, mask=real, other=0.0), tl.load(sine_ptr + here, mask=real, other=0.0)
-    return cosine.to(tl.float32), sine.to(tl.float32)
-
-
-@triton.jit
-def _turned(halves, angles, weight, epsilon, D: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr):
+def _turned(halves, weight, epsilon, D: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr):
     """The heads [N, D] whose halves these are, with the bits of `rotate_and_store`."""
-    low, high = turned(halves[0], halves[1], weight[0], weight[1], angles[0], angles[1], epsilon, D, NORM, DTYPE)
+    low, high = turned(halves[0], halves[1], weight[0], weight[1], halves[2], halves[3], epsilon, D, NORM, DTYPE)
     return tl.join(low, high).permute(0, 2, 1).reshape(low.shape[0], D)
 
 
@@ -147,22 +141,32 @@ def _store(buffer_ptr, new, slot, is_new, D: tl.constexpr):
 
 
 @triton.jit
-def _cached_block(i, blocks, cache_ptrs, BLOCK_S: tl.constexpr, D: tl.constexpr):
-    """(keys, values, slots, whether one is cached) of a row's i-th block; slots from `start` on are not read."""
-    stop, start, sink_blocks, first = blocks
-    slot = tl.where(i < sink_blocks, i, i - sink_blocks + first) * BLOCK_S + tl.arange(0, BLOCK_S)
-    cached, here = slot < tl.where(i < stop, start, 0), slot[:, None] * D + tl.arange(0, D)[None, :]
-    key = tl.load(cache_ptrs[0] + here, mask=cached[:, None], other=0.0)
-    value = tl.load(cache_ptrs[1] + here, mask=cached[:, None], other=0.0)
-    return key, value, slot, cached
-
-
-@triton.jit
-def _over_block(running, query, position, block, scale, WINDOW: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr):
-    """The running softmax (top, total, out) after a block."""
-    key, value, slot, cached = block
-    seen = cached[None, :] & _seen(slot[None, :], position[:, None], WINDOW, SINKS)
-    return _added(running[0], running[1], running[2], query, tl.trans(key), value, seen, scale, DOT)
+def _over_cache(
+    running,
+    query,
+    position,
+    cache_ptrs,
+    blocks,
+    scale,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The running softmax (top, total, out) after the blocks of cached tokens from begin to stop; slots from `start` on
+    are not read."""
+    top, total, out = running
+    keys_ptr, values_ptr = cache_ptrs
+    begin, stop, start, sink_blocks, first = blocks
+    D: tl.constexpr = query.shape[1]
+    for i in range(begin, stop):
+        slot = tl.where(i < sink_blocks, i, i - sink_blocks + first) * BLOCK_S + tl.arange(0, BLOCK_S)
+        cached, here = slot < start, slot[:, None] * D + tl.arange(0, D)[None, :]
+        key = tl.load(keys_ptr + here, mask=cached[:, None], other=0.0)
+        value = tl.load(values_ptr + here, mask=cached[:, None], other=0.0)
+        seen = cached[None, :] & _seen(slot[None, :], position[:, None], WINDOW, SINKS)
+        top, total, out = _added(top, total, out, query, tl.trans(key), value, seen, scale, DOT)
+    return top, total, out
 
 
 @triton.jit
@@ -236,47 +240,40 @@ def attend_share(
     DOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program a split, a tile of queries of a key head, and a batch row. MERGED_ROWS: 0 where `combine` follows.
-
-    All but the product is there before the kernel before this one has ended (specdec.fast_kernels)."""
+    """One program a split, a tile of queries of a key head, and a batch row. MERGED_ROWS: 0 where `combine` follows."""
     let_next_start(EARLY)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     query_weight = _weight_halves(query_weight_ptr, D, NORM)
     key_weight = _weight_halves(key_weight_ptr, D, NORM)
+    wait_for_last(EARLY)
     split, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column, new_position, new_slot, is_new = _new_columns(positions_ptr, slots_ptr, b, q, width - 1)
     start, sink_blocks, first, blocks, share = _shared_out(new_position, is_new, WINDOW, SINKS, BLOCK_S, SPLITS)
     begin, stop = split * share, tl.minimum((split + 1) * share, blocks)
-    real, token, head = _query_rows(tile, b, q, G, REPEAT, BLOCK_M)
-    position = tl.load(positions_ptr + token, mask=real, other=-1)
-    fed = is_new & (column < tl.where(stop == blocks, q, 0))
-    angles = _angles(real, position, cosine_ptr, sine_ptr, D)
-    new_angles = _angles(fed, new_position, cosine_ptr, sine_ptr, D)
-    keys_ptr, values_ptr = _row_ptrs(keys_ptr, values_ptr, rows_ptr, b, tile % G, width, G, D, INDEXED)
-    cache_ptrs, cached = (keys_ptr, values_ptr), (tl.minimum(stop, blocks - 1), start, sink_blocks, first)
-    block = _cached_block(begin, cached, cache_ptrs, BLOCK_S, D)
-    wait_for_last(EARLY)
     if begin >= stop:
         return
     # Loads first: those of the new keys are on their way while the queries are turned.
-    halves = _halves(qkv_ptr + (token * (REPEAT + 2) * G + head) * D, real, D)
+    real, token, head = _query_rows(tile, b, q, G, REPEAT, BLOCK_M)
+    position = tl.load(positions_ptr + token, mask=real, other=-1)
+    halves = _halves(qkv_ptr + (token * (REPEAT + 2) * G + head) * D, real, position, cosine_ptr, sine_ptr, D)
+    fed = is_new & (column < tl.where(stop == blocks, q, 0))
     new_ptr = qkv_ptr + ((b * q + column) * (REPEAT + 2) * G + REPEAT * G + tile % G) * D
-    new_halves = _halves(new_ptr, fed, D)
+    new_halves = _halves(new_ptr, fed, new_position, cosine_ptr, sine_ptr, D)
     new_value = tl.load(new_ptr[:, None] + G * D + tl.arange(0, D)[None, :], mask=fed[:, None], other=0.0)
-    query = _turned(halves, angles, query_weight, epsilon, D, NORM, DTYPE)
+    query = _turned(halves, query_weight, epsilon, D, NORM, DTYPE)
+    keys_ptr, values_ptr = _row_ptrs(keys_ptr, values_ptr, rows_ptr, b, tile % G, width, G, D, INDEXED)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    running = (top, total, tl.zeros([BLOCK_M, D], tl.float32))
-    running = _over_block(running, query, position, block, scale, WINDOW, SINKS, DOT)
-    for i in range(begin + 1, cached[0]):
-        block = _cached_block(i, cached, cache_ptrs, BLOCK_S, D)
-        running = _over_block(running, query, position, block, scale, WINDOW, SINKS, DOT)
+    out = tl.zeros([BLOCK_M, D], tl.float32)
     if stop == blocks:
-        new_key = _turned(new_halves, new_angles, key_weight, epsilon, D, NORM, DTYPE)
+        new_key = _turned(new_halves, key_weight, epsilon, D, NORM, DTYPE)
         if tile < G:  # one tile of a key head's queries is enough
             _store(keys_ptr, new_key, new_slot, is_new, D)
             _store(values_ptr, new_value, new_slot, is_new, D)
-        new = new_key, new_value, new_position, is_new
-        running = _over_block(running, query, position, new, scale, WINDOW, SINKS, DOT)
+        seen = is_new[None, :] & _seen(new_position[None, :], position[:, None], WINDOW, SINKS)
+        top, total, out = _added(top, total, out, query, tl.trans(new_key), new_value, seen, scale, DOT)
+    blocks_here = begin, tl.minimum(stop, blocks - 1), start, sink_blocks, first
+    cache_ptrs, running = (keys_ptr, values_ptr), (top, total, out)
+    running = _over_cache(running, query, position, cache_ptrs, blocks_here, scale, WINDOW, SINKS, BLOCK_S, DOT)
     at, left = (split, tile, b, (blocks + share - 1) // share), (out_ptr, partial_ptr, lse_ptr, arrived_ptr)
     _hand_in(running, at, left, q, G, REPEAT, SPLITS, MERGED_ROWS)
 

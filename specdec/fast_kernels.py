@@ -9,9 +9,7 @@ A forward is some 300 launches in a row, each of a few microseconds, so their be
 can (compute capability 9.0 on, "programmatic dependent launch" in the CUDA programming guide) a kernel is started while
 the one before it still runs: it says at once that the next may start (`let_next_start`), gets ready with what no kernel
 writes, its weights, and then waits until the kernel before it is complete (`wait_for_last`). Every program of every
-kernel here waits before it writes, or reads what was written, and so none ends before all that came before has. The
-first launch of a forward is an ordinary one, which begins when all before it has ended: what earlier forwards left in
-the cache, and where the new tokens go (the plan), may be read before waiting too.
+kernel here waits before it writes, or reads what was written, and so none ends before all that came before has.
 
 Run by Triton's interpreter where TRITON_INTERPRET=1 was set before the first import of triton; then CPU tensors
 work. Shapes: T = B * q tokens, E hidden size, H query heads, G key heads, D head dimension, F = (H + 2 G) * D, I width

@@ -162,8 +162,7 @@ class FastDecoder:
         heads_TK = torch.ones_like(self.layers[0].out.weight_NK[:1]).expand(rows, -1).contiguous()
 
         def attention(layer: Layer, qkv_TF: Tensor) -> Tensor:
-            squares_T1 = self.scratch.squares(rows, 1)
-            embed(tokens_T1.flatten(), self.embedding_VE, squares_T1, is_first=False)
+            embed(tokens_T1.flatten(), self.embedding_VE, self.scratch.squares(rows, 1))
             return heads_TK
 
         def run() -> Tensor:

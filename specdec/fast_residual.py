@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.fast_kernels import early, let_next_start, rows_a_program, starts_early, wait_for_last
+from specdec.fast_kernels import early, let_next_start, rows_a_program, wait_for_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,8 @@ def _embed(
     tl.store(squares_ptr + token, tl.sum(values * values, 1), mask=token < num_tokens)
 
 
-def embed(tokens_T: Tensor, embedding_VE: Tensor, squares_T1: Tensor, *, is_first: bool = True) -> Residual:
-    """The stream before the first layer; its sums of squares go to squares_T1. All dense. is_first: of a forward: it
-    begins when all launched before it has ended, so that attention need not wait for what earlier forwards wrote."""
+def embed(tokens_T: Tensor, embedding_VE: Tensor, squares_T1: Tensor) -> Residual:
+    """The stream before the first layer; its sums of squares go to squares_T1. All dense."""
     T, E = len(tokens_T), embedding_VE.shape[1]
     values_TE = embedding_VE.new_empty(T, E)
     rows, block = rows_a_program(T), triton.next_power_of_2(E)
@@ -98,6 +97,6 @@ def embed(tokens_T: Tensor, embedding_VE: Tensor, squares_T1: Tensor, *, is_firs
         ROWS=rows,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-        **({"EARLY": starts_early(values_TE.device)} if is_first else early(values_TE.device)),
+        **early(values_TE.device),
     )
     return Residual(values_TE=values_TE, squares_TP=squares_T1)

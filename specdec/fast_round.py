@@ -96,7 +96,8 @@ def _place(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_last(EARLY)  # and no start of the next before the end: attention reads this before it waits
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     start = tl.load(start_ptr + row, mask=inside, other=0)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from specdec import fast_attention
 from specdec.fast_attention import MAX_QUERIES, attend, attend_short, counters
-from specdec.fast_attention_kernels import _angles, _halves, _turned, _weight_halves
+from specdec.fast_attention_kernels import _halves, _turned, _weight_halves
 from specdec.fast_kernels import UNFUSED, rotate_and_store
 from specdec.kvcache import Plan, RaggedCache
 
@@ -180,9 +180,8 @@ def _turn(
     n, d = tl.arange(0, N), tl.arange(0, D)
     weight = _weight_halves(weight_ptr, D, NORM)
     position = tl.load(positions_ptr + n // heads)
-    halves = _halves(qkv_ptr + n // heads * stride + n % heads * D, n >= 0, D)
-    angles = _angles(n >= 0, position, cosine_ptr, sine_ptr, D)
-    turned = _turned(halves, angles, weight, epsilon, D, NORM, qkv_ptr.dtype.element_ty)
+    halves = _halves(qkv_ptr + n // heads * stride + n % heads * D, n >= 0, position, cosine_ptr, sine_ptr, D)
+    turned = _turned(halves, weight, epsilon, D, NORM, qkv_ptr.dtype.element_ty)
     tl.store(out_ptr + n[:, None] * D + d[None, :], turned)
 
 
