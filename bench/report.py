@@ -79,6 +79,8 @@ def heading(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"- Started {result['started']}, commit {result['git']}"
     yield f"- Device: {device['name']} ({device['kind']}, {device['count']})"
     yield f"- Versions: {versions}"
+    if result.get("note"):
+        yield f"- {result['note']}"
 
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:

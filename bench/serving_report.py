@@ -101,7 +101,8 @@ def _speed(result: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "- In brackets: against `none` at that batch on the same model runner of vLLM"
     yield "- Acceptance labelled synthetic is imposed by vLLM's rejection sampler, whatever was drafted"
-    yield f"\n{to_markdown(vllm_speed_tables.speeds(rows))}\n"
+    speeds = vllm_speed_tables.speeds(rows)
+    yield f"\n{to_markdown(speeds)}\n" if len(speeds) else ""
     yield f"{to_markdown(gate_table(result))}\n"
     whole = vllm_speed_tables.whole_passes(rows)
     if len(whole):

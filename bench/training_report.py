@@ -44,8 +44,6 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield from report.heading(name, result)
-    if result.get("note"):
-        yield f"- {result['note']}"
     tables = {"draft_sweep": _sweep_tables, "train_speed": _speed_tables}.get(result["stage"], _acceptance_tables)
     for title, table in tables(result["rows"]):
         yield f"\n{title}\n\n{to_markdown(table)}\n"

@@ -78,7 +78,7 @@ def rounds(rows: Sequence[Row]) -> pd.DataFrame:
 
 def engines(rows: Sequence[Row]) -> pd.DataFrame:
     """What each engine took to start and holds, by its last row."""
-    last = {row["method"]: row for row in rows if "tokens_per_s" in row}
+    last = {row["method"]: row for row in rows if "start_s" in row}
     names = {
         "start s": "start_s",
         "target graphs": "target_graphs",
