@@ -65,7 +65,9 @@ def test_a_window_costs_acceptance_and_saves_cache(tmp_path: Path, monkeypatch: 
     assert narrow["alpha_t1"] != pytest.approx(whole["alpha_t1"], abs=1e-6)
     assert narrow["pool_lost"] < wide["pool_lost"]
     assert "pool_lost" in serving_report.render({"window.json": result})
-    assert draft_window.main([*arguments, "--context", "100000"]) == 2
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"prompt": "one"}\n')
+    assert draft_window.main([*arguments, "--texts", f"jsonl:{short}"]) == 2
 
 
 def test_wrong_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
