@@ -96,30 +96,25 @@ def draft_law(draft: ModelDrafter, text_T: Tensor, measured: int) -> Tensor:
     return torch.cat(laws)[-measured:]
 
 
-def windowed(config: Any, target: Any, size: int | None, sinks: int, context: int) -> ModelDrafter:
-    """The config's draft with a cache for one text. size: tokens that it attends to; None: all."""
-    loaded = load_draft(config, target, str(target.device))
-    draft = loaded if isinstance(loaded, ModelDrafter) else ModelDrafter(loaded)
-    window = None if size is None else Window(recent=size, sinks=sinks, margin=CHUNK + DRAFTED)
-    draft.build(target.get_output_embeddings().weight.shape[0], 1, context, window)
-    return draft
-
-
 def measure(config: Any, target: Any, texts: Sequence[Tensor], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for the draft that sees everything, and one for each window."""
+    loaded = load_draft(config, target, str(target.device))
+    draft = loaded if isinstance(loaded, ModelDrafter) else ModelDrafter(loaded)
+    shapes = shapes_of(target, draft, args)
     laws = [target_law(target, text_T, args.measured) for text_T in texts]
-    shapes = shapes_of(config, target, args)
     whole: dict[str, float] = {}
     for size in (None, *args.windows):
-        draft, pairs_2P2 = windowed(config, target, size, args.sinks, args.context), np.zeros((2, len(texts), 2))
+        window = None if size is None else Window(recent=size, sinks=args.sinks, margin=CHUNK + DRAFTED)
+        draft.build(target.get_output_embeddings().weight.shape[0], 1, args.context, window)
+        pairs_2P2 = np.zeros((2, len(texts), 2))
         for i, (text_T, p_mV) in enumerate(zip(texts, laws, strict=True)):
             q_mV = draft_law(draft, text_T, args.measured)
             pairs_2P2[0, i] = float(torch.minimum(p_mV, q_mV).sum()), args.measured
             pairs_2P2[1, i] = float((p_mV.argmax(-1) == q_mV.argmax(-1)).sum()), args.measured
-        slots = args.context if size is None else size + args.sinks + CHUNK + DRAFTED
         sums_22 = pairs_2P2.sum(1)
         found = dict(zip(("alpha_t1", "alpha_t0"), map(float, sums_22[:, 0] / sums_22[:, 1]), strict=True))
         whole = whole or found
+        slots = draft.model.cache.capacity
         yield {
             "target": config.models.target,
             "dtype": config.models.dtype,
@@ -136,12 +131,11 @@ def measure(config: Any, target: Any, texts: Sequence[Tensor], args: argparse.Na
         }
 
 
-def shapes_of(config: Any, target: Any, args: argparse.Namespace) -> Shapes:
+def shapes_of(target: Any, draft: ModelDrafter, args: argparse.Namespace) -> Shapes:
     if args.shapes is not None:
         both = (config_of(args.shapes, name) for name in (args.shapes_target, args.shapes_draft))
         return Shapes(*(kv_bytes_by_config(each, torch.bfloat16) for each in both))
-    draft = windowed(config, target, None, 0, 1).model.module
-    return Shapes(*(kv_bytes_by_config(each.config, each.dtype) for each in (target, draft)))
+    return Shapes(*(kv_bytes_by_config(each.config, each.dtype) for each in (target, draft._source)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

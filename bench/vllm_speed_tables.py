@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from bench.tables import number
-from bench.vllm_speed_gate import AIM_ACCEPTANCE, AIMS
+from bench.vllm_speed_gate import AIM_ACCEPTANCE, AIMS, with_speedups
 
 AIM = "aimed at, ours adaptive"
 Row = Mapping[str, Any]
@@ -17,13 +17,8 @@ Row = Mapping[str, Any]
 def whole_passes(rows: Sequence[Row]) -> pd.DataFrame:
     """As `speeds`, of whole calls, in which prompts are read too."""
     speed = "tokens_per_s_wall"
-    plain = {(row["runner"], row["batch"]): row.get(speed) for row in rows if row["controller"] == "none"}
-    found = []
-    for row in rows:
-        if speed in row:
-            base = plain.get((row["runner"], row["batch"]))
-            found.append({**row, "tokens_per_s": row[speed], "speedup": row[speed] / base if base else None})
-    return speeds(found, aims={})
+    whole = [{**row, "tokens_per_s": row[speed], "speedup": None} for row in rows if speed in row]
+    return speeds(with_speedups(whole), aims={})
 
 
 def speeds(rows: Sequence[Row], aims: Mapping[int, float] = AIMS) -> pd.DataFrame:
