@@ -8,74 +8,35 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from dying import die_at, fork
 from toy_stage import STAGE, TINY, UNITS, ToyBody, expected_outputs, outputs, toy_config, unit_name
 
 from pipeline import manifest
 from pipeline.stage import run_stage
 
 ROOT = TINY.parent.parent
-FILE_EVENTS = {"open", "os.rename", "os.truncate", "os.remove", "os.mkdir", "shutil.copyfile", "shutil.rmtree"}
 MOST_FILE_EVENTS = 200
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at(event_number: int, root: Path) -> None:
-    """Kill this process just before its n-th file operation under `root`; of a write it leaves half behind."""
-    seen = 0
-
-    def count() -> bool:
-        nonlocal seen
-        seen += 1
-        return seen == event_number
-
-    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in FILE_EVENTS and str(root) in str(arguments[0]) and count():
-            die()
-
-    write, fsync = os.write, os.fsync
-
-    def torn_write(descriptor: int, data: bytes) -> int:
-        if count():
-            write(descriptor, data[: len(data) // 2])
-            die()
-        return write(descriptor, data)
-
-    def dying_fsync(descriptor: int) -> None:
-        if count():
-            die()
-        fsync(descriptor)
-
-    os.write, os.fsync = torn_write, dying_fsync  # type: ignore[assignment]
-    sys.addaudithook(on_event)
 
 
 def run_in_child(root: Path, event_number: int | None) -> tuple[bool, int]:
     """(killed, units made) of one run of the toy stage in a forked process."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        body = ToyBody(lambda ctx, number: os.write(writer, b"x"))
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    note = os.write
+
+    def child() -> None:
         if event_number is not None:
-            note = os.write
-            body.before_unit = lambda ctx, number: note(writer, b"x")
             die_at(event_number, root)
-        try:
-            run_stage(STAGE, toy_config(), body)
-        finally:
-            os._exit(0 if manifest.read(root / "tiny" / "01_toy") else 1)
+        run_stage(STAGE, toy_config(), ToyBody(lambda ctx, number: note(writer, b"x")))
+        assert manifest.read(root / "tiny" / "01_toy")
+
+    code = fork(child)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         started = len(stream.read())
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status), started
+    assert code in {0, -signal.SIGKILL}
+    return code != 0, started
 
 
 def test_killed_at_every_file_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dying import count_calls, killed_at_call
 
 from data import engine_backend, tracer
 from data.gen_traces import STAGE, body
@@ -33,40 +30,26 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*.parquet"))}
 
 
-def run_in_child(*overrides: str) -> int:
-    """The process id of a forked run: it starts with everything imported, so that a kill can hit any moment."""
-    child = os.fork()
-    if child == 0:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        try:
-            run(*overrides)
-        finally:
-            os._exit(0)
-    return child
-
-
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments_it_ends_with_the_same_files(data_root: Path) -> None:
-    """Our engine, CPU, float32. Every run is killed twice, then finished; moments are spread over a whole run."""
-    began = time.monotonic()
+    """Our engine, float32. Ten runs, each killed in its own tenth of a run's calls, killed again, then finished."""
     whole = contents(run("run=whole"))
     whole_done = manifest.read(data_root / "whole" / STAGE.name)
     assert whole_done is not None
-    duration, rng = time.monotonic() - began, random.Random(0)
-    found = set()
+    calls, rng = count_calls(lambda: run("run=counted")), random.Random(0)
+    kills, found = 0, set()
     for number in range(10):
         folder = data_root / f"cut{number}" / STAGE.name
-        for _ in range(2):
-            child = run_in_child(f"run=cut{number}")
-            time.sleep(rng.uniform(0, duration))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        first = (number + rng.random()) / 10.2  # not in the last 2 %, as a run's calls are not the same to the last one
+        for share in (first, 0.7 * rng.random()):
+            kills += killed_at_call(int(share * calls), lambda: run(f"run=cut{number}"))  # noqa: B023
             found.add(len(contents(folder)))
         assert contents(run(f"run=cut{number}")) == whole
         done = manifest.read(folder)
         assert done is not None
         assert done["files"] == whole_done["files"]
         assert not list(folder.glob(".tmp-*"))
+    assert kills >= 15, "most runs were over before they were to be killed"
     assert len(found) >= 3, "the kills all hit the same moment"
 
 

@@ -13,23 +13,23 @@ import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from test_stage_crash import die_at
+from dying import count_file_events, die_at, fork
 
 import train.start  # what the stage imports late, so that forked processes have it
 from pipeline.config import load_config
 from pipeline.stage import stage_main
-from train.metrics import read_metrics
+from train.metrics import MetricsLog, read_metrics
 from train.ranks import Ranks
 from train.train_draft import STAGE, TrainStage
 
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml")
 SETTINGS = ("train.recipe.steps=9", "train.recipe.keep_checkpoints=1", "train.recipe.exact_every=0")
-STOP_STEPS = 400
+MANY_STEPS, STOP_STEP = 400, 5
 
 
 def run_stage(settings: tuple[str, ...] = SETTINGS) -> int:
@@ -38,49 +38,35 @@ def run_stage(settings: tuple[str, ...] = SETTINGS) -> int:
         return stage_main(STAGE, TrainStage(ranks), ["--config", CONFIG, *options])
 
 
-def fork(root: Path, child: Callable[[], int], interfere: Callable[[int], None] = lambda _: None) -> int:
-    """The wait status of a forked process that runs `child` with its data under `root`."""
-    pid = os.fork()
-    if pid == 0:
+def fork_stage(root: Path, before: Callable[[], object] = lambda: None, settings: tuple[str, ...] = SETTINGS) -> int:
+    """The exit code of a forked process that does `before`, then stage 03 with its data under `root`."""
+
+    def child() -> int:
         os.environ["SPEC_DATA_ROOT"] = str(root)
         with open(root / "log", "a", encoding="utf-8") as log:
             os.dup2(log.fileno(), 2)
-        code = 1
-        try:
-            code = child()
-        finally:
-            os._exit(code)
-    interfere(pid)
-    return os.waitpid(pid, 0)[1]
+        before()
+        return run_stage(settings)
+
+    return fork(child)
 
 
 def count_events(root: Path, counted: Path) -> int:
     """How many file operations under `root` a whole run makes: each is a moment to be killed at."""
 
     def child() -> int:
-        from test_stage_crash import FILE_EVENTS
-
-        seen = 0
-
-        def on_event(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal seen
-            seen += event in FILE_EVENTS and str(root) in str(arguments[0])
-
-        sys.addaudithook(on_event)
+        count = count_file_events(root)
+        os.environ["SPEC_DATA_ROOT"] = str(root)
         code = run_stage()
-        counted.write_text(str(seen), encoding="utf-8")
+        counted.write_text(str(count()), encoding="utf-8")
         return code
 
-    assert os.waitstatus_to_exitcode(fork(root, child)) == 0
+    assert fork(child) == 0
     return int(counted.read_text(encoding="utf-8"))
 
 
 def killed(root: Path, event_number: int) -> bool:
-    def child() -> int:
-        die_at(event_number, root)
-        return run_stage()
-
-    return os.waitstatus_to_exitcode(fork(root, child)) == -signal.SIGKILL
+    return fork_stage(root, lambda: die_at(event_number, root)) == -signal.SIGKILL
 
 
 def weights(root: Path) -> dict[str, str]:
@@ -99,26 +85,21 @@ def fresh_roots(finished: Path, empty: Path) -> Iterator[Path]:
 
 
 def stopped_by_signal(root: Path) -> dict[str, object]:
-    """SIGTERM in the middle of a training: exit code, how long it took to end, and the steps before and after."""
-    settings = (f"train.recipe.steps={STOP_STEPS}",)
-    sent = 0.0
+    """SIGTERM as soon as the row of STOP_STEP is written, long before the last: exit code, steps done, checkpoints."""
+    write = MetricsLog.write
 
-    def interfere(pid: int) -> None:
-        nonlocal sent
-        while not (paths := list((root / "tiny").glob("*/*.work-*/sft/round-0/metrics.jsonl"))) or not paths[
-            0
-        ].read_text(encoding="utf-8"):
-            time.sleep(0.05)
-        time.sleep(0.3)
-        sent = time.monotonic()
-        os.kill(pid, signal.SIGTERM)
+    def write_and_signal(log: MetricsLog, row: dict[str, Any]) -> None:
+        write(log, row)
+        if row["step"] == STOP_STEP:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    code = os.waitstatus_to_exitcode(fork(root, lambda: run_stage(settings), interfere))
-    seconds = time.monotonic() - sent
+    code = fork_stage(
+        root, lambda: setattr(MetricsLog, "write", write_and_signal), (f"train.recipe.steps={MANY_STEPS}",)
+    )
     [metrics] = (root / "tiny").glob("*/*.work-*/sft/round-0/metrics.jsonl")
     steps = [row["step"] for row in read_metrics(metrics)]
     checkpoints = [path.name for path in (metrics.parent / "checkpoints").iterdir()]
-    return {"code": code, "seconds": seconds, "steps": steps, "checkpoints": checkpoints}
+    return {"code": code, "signalled": STOP_STEP, "steps": steps, "checkpoints": checkpoints}
 
 
 def main(finished: Path, empty: Path) -> None:
@@ -134,14 +115,14 @@ def main(finished: Path, empty: Path) -> None:
     while killed(root, number := rng.randrange(events // 20, events // 2)):
         kills.append(number)
         if len(kills) == 12:
-            assert os.waitstatus_to_exitcode(fork(root, run_stage)) == 0
+            assert fork_stage(root) == 0
             break
     outcomes.append(weights(root))
     for _ in range(3):
         root = next(roots)
         kills.append(number := rng.randrange(1, events))
         assert killed(root, number)
-        assert os.waitstatus_to_exitcode(fork(root, run_stage)) == 0
+        assert fork_stage(root) == 0
         outcomes.append(weights(root))
     print(
         json.dumps(
