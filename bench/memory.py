@@ -8,6 +8,7 @@ import torch
 
 from specdec import Engine
 from specdec.drafter import ModelDrafter
+from specdec.kv_size import kv_numbers
 from specdec.model import CachedModel
 
 GIB = 1 << 30
@@ -56,8 +57,7 @@ def kv_bytes_per_token(model: CachedModel) -> int:
 
 def kv_bytes_by_config(config: Any, dtype: torch.dtype) -> int:
     """The same for a model that is not loaded."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize)
+    return kv_numbers(config) * dtype.itemsize
 
 
 def _start(device: torch.device) -> int | None:

@@ -16,6 +16,7 @@ import numpy as np
 from data.samples import Sample
 from pipeline.config import Config
 from specdec import Completion, TokenLogprobs
+from specdec.kv_size import kv_numbers
 
 CPU_BLOCK = 128  # tokens a cache block of the CPU build holds
 
@@ -101,11 +102,8 @@ def engine_options(config: Config, capacity: int) -> dict[str, Any]:
 def cpu_cache_bytes(config: Config, model_config: Any, capacity: int) -> int:
     """Keys and values of `batch` full rows in whole blocks, and one block to spare for each; by default vLLM would
     take half of the machine's memory."""
-    text = model_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
     tokens = config.traces.batch * CPU_BLOCK * (-(-capacity // CPU_BLOCK) + 1)
-    return tokens * per_token * (8 if config.models.dtype == "float64" else 4)
+    return tokens * kv_numbers(model_config.get_text_config()) * (8 if config.models.dtype == "float64" else 4)
 
 
 def to_completion(output: Any, top: int) -> Completion:

@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from specdec.kv_size import kv_numbers
 from vllm_draft_spec import SWITCH
-from vllm_draft_spec.memory import GIB, cache_size, kv_numbers
+from vllm_draft_spec.memory import GIB, cache_size
 from vllm_draft_spec.settings import OWN, SECTION, Settings, read_settings
 from vllm_draft_spec.versions import SUPPORTED, minor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.kv_size import kv_numbers
 from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS
 from vllm_draft_spec.settings import SECTION, Settings
 
@@ -39,13 +40,6 @@ def window_margin(k_max: int) -> int:
     """How much longer than the window its ring is: a chunk, drafts that were rolled back, and what `Row.missed` may be
     too large by."""
     return WINDOW_CHUNK + k_max + MISSED_AFTER_DRAFTS
-
-
-def kv_numbers(config: Any) -> int:
-    """Keys and values of a token, as numbers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size)
 
 
 def check_room(size: CacheSize, room: int) -> None:
