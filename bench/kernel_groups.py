@@ -32,6 +32,25 @@ _ELEMENTWISE = {
 }
 _COPY = {"linear": PROJECTIONS, "norm": NORM_ROPE, "attention": ATTENTION}
 
+_OURS = {  # specdec's own kernels: in a replayed graph nothing is around them
+    "split_product_kernel": PROJECTIONS,
+    "attend_share": ATTENTION,
+    "combine": ATTENTION,
+    "_rotate_and_store": NORM_ROPE,
+    "_add_norm": NORM_ROPE,
+    "_silu_mul": ACTIVATION,
+    "_embed": COPIES,
+    "_place": SAMPLING,
+    "_uniforms": SAMPLING,
+    "_largest": SAMPLING,
+    "_largest_of_part": SAMPLING,
+    "_begin_drafts": SAMPLING,
+    "_next_draft": SAMPLING,
+    "_note_draft": SAMPLING,
+    "_verify_inputs": SAMPLING,
+    "_commit": SAMPLING,
+}
+
 _FAMILIES = (  # the first that matches; kernels by parts of their names, operators by their whole name
     ("attention", r"attention|flash|fmha|sdpa"),
     ("product", r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|aten::(?:linear|addmm|mm|bmm|baddbmm|matmul|mv|dot)\b"),
@@ -69,11 +88,12 @@ _ELEMENTWISE_OPERATORS = _names(
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Some time spent: the name of an operator or kernel, the names of what was around it from the outside in, and
-    milliseconds of its own."""
+    milliseconds of its own. start_ms: when a kernel began, by the device's clock."""
 
     name: str
     around: Sequence[str]
     ms: float
+    start_ms: float | None = None
 
 
 def family_of(name: str) -> str | None:
@@ -99,6 +119,8 @@ def part_of(around: Iterable[str]) -> str:
 
 def group_of(name: str, around: Sequence[str] = ()) -> str:
     """One of GROUPS."""
+    if name in _OURS:
+        return _OURS[name]
     family, part = family_of(name), part_of(around)
     if family is None:
         return OTHER

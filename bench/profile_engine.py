@@ -1,4 +1,4 @@
-"""Stage 06: where the time of a round goes: by phase and group of kernels, against bandwidth, with and without graphs.
+"""Stage 06: where the time of a round goes: by phase, group and kernel, against bandwidth, with and without graphs.
 
     python -m bench.profile_engine --config configs/demo.yaml
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from bench.profile_cell import Shape
     from pipeline.config import Config
 
-STAGE = Stage(name="06_profile", version=1, sections=("models", "profile"), inputs=inputs)
+STAGE = Stage(name="06_profile", version=2, sections=("models", "profile"), inputs=inputs)
 RESULT, ROWS, COPY = "result.json", "rows.json", "copy.json"
+MOST_KERNELS = 4  # printed of a step; result.json and the report have more
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library would tell of every start and stop
 
 
@@ -109,15 +110,16 @@ def body(ctx: StageContext) -> Mapping[str, Any]:
 
 def publish_result(ctx: StageContext, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Write result.json and print its tables."""
-    from bench.profile_tables import cost_table, group_table
+    from bench.profile_tables import cost_table, group_table, kernel_table, roofline_table
     from bench.tables import to_text
     from pipeline.results import read_result, write_result
 
     started = str(ctx.shards.header["started"])
     result = write_result(ctx.tmp(RESULT), stage=ctx.stage, run=ctx.config.run, rows=rows, gates={}, started=started)
     ctx.publish(ctx.tmp(RESULT), RESULT, validate=read_result, rows=len(rows))
-    print(f"\n{to_text(cost_table(result))}\n\n{to_text(group_table(result))}\n")
-    print(f"{rows[0]['graphs']}; a copy moves {rows[0]['copy_gb_per_s']:.1f} GB/s (read and written)")
+    for table in (cost_table(result), roofline_table(result), group_table(result), kernel_table(result, MOST_KERNELS)):
+        print(f"\n{to_text(table)}")
+    print(f"\ngraphs: {rows[0]['graphs']}; a copy moves {rows[0]['copy_gb_per_s']:.1f} GB/s (read and written)")
     print(ctx.folder / RESULT)
     return {"rows": len(rows)}
 

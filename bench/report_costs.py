@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.profile_tables import cost_table, group_table
+from bench.profile_tables import cost_table, group_table, kernel_table, roofline_table
 from bench.recommend import MEMORY
 from bench.report_blocks import Section, Table, grouped, median_or_none, table_of_frame
 from bench.report_data import Row, RunData, is_number, load_of, method_of
@@ -91,6 +91,8 @@ def profile(run: RunData) -> Section:
         return Section(id="profile", title="Profile of a round", missing=missing)
     rows = [row for row in found["rows"] if "group" in row]
     blocks: list[Figure | Table] = [table_of_frame("profile_costs", "What steps cost", cost_table(found))]
+    if len(roofline := roofline_table(found)):
+        blocks.append(table_of_frame("profile_roofline", "How near they are to what memory allows", roofline))
     if rows:
         times = [row | {"phase": f"batch {row['batch']}, context {row['context']}: {row['phase']}"} for row in rows]
         names = list(dict.fromkeys(row["phase"] for row in times))
@@ -106,6 +108,7 @@ def profile(run: RunData) -> Section:
             )
         )
         blocks.append(table_of_frame("profile_shares", "The same as shares", group_table(found), folded=True))
+        blocks.append(table_of_frame("profile_kernels", "The same by kernel", kernel_table(found), folded=True))
     intro = (
         "c: time of a draft step over that of a target step. A Chrome trace of each phase lies in the stage's folder."
     )

@@ -7,6 +7,7 @@ engine's attention and cache, and only while it is profiled.
 import gzip
 import shutil
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,6 @@ from specdec.model import CachedModel
 
 CALLS = 2
 PHASE = f"{RANGE}phase"
-UNATTACHED = "(kernels that belong to no operator)"
 
 
 def traced(run: Callable[[], Any], models: Sequence[CachedModel], trace: Path | None = None) -> list[Work]:
@@ -72,22 +72,31 @@ def operator_work(events: Sequence[Any]) -> list[list[Work]]:
 
 
 def kernel_work(events: Sequence[Any]) -> list[list[Work]]:
-    """By call: each kernel, with the operator that launched it and what is around that. Kernels that belong to no
-    operator are shared out evenly."""
-    calls: dict[int, list[Work]] = {event.id: [] for event in events if event.name == PHASE and _is_on_host(event)}
-    for event in filter(_is_on_host, events):
-        chain = [*enclosing(event), event]
+    """By call: each kernel that began in it, with the operator that launched it and what is around that. A kernel of a
+    replayed graph was launched by no operator: nothing is around it."""
+    calls = sorted((e for e in events if e.name == PHASE and _is_on_host(e)), key=lambda e: e.time_range.start)
+    around = _launched(events)
+    work: list[list[Work]] = [[] for _ in calls]
+    for event in sorted((e for e in events if not _is_on_host(e)), key=lambda e: e.time_range.start):
+        call = bisect([each.time_range.start for each in calls], event.time_range.start) - 1
+        if call < 0 or event.name.startswith(RANGE):
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        launched = around.get((event.name, end - start), [])
+        names = launched.pop(0) if launched else ()
+        work[call].append(Work(name=event.name, around=names, ms=(end - start) / 1e3, start_ms=start / 1e3))
+    return work
+
+
+def _launched(events: Sequence[Any]) -> dict[tuple[str, float], list[Sequence[str]]]:
+    """What is around each kernel that an operator launched, by its name and duration, in the order of launching: the
+    profiler tells a kernel's place in time and what launched it apart."""
+    found: dict[tuple[str, float], list[Sequence[str]]] = {}
+    for event in sorted(filter(_is_on_host, events), key=lambda e: e.time_range.start):
+        chain = [each.name for each in (*enclosing(event), event)]
         for kernel in event.kernels:
-            if chain[0].id in calls and not kernel.name.startswith(RANGE):
-                work = Work(name=kernel.name, around=[each.name for each in chain], ms=kernel.duration / 1e3)
-                calls[chain[0].id].append(work)
-    kernels = [event for event in events if not _is_on_host(event) and not event.name.startswith(RANGE)]
-    busy_ms = sum(event.time_range.elapsed_us() for event in kernels) / 1e3
-    rest_ms = busy_ms - sum(work.ms for call in calls.values() for work in call)
-    if rest_ms > 1e-6 * busy_ms:
-        for call in calls.values():
-            call.append(Work(name=UNATTACHED, around=(), ms=rest_ms / len(calls)))
-    return list(calls.values())
+            found.setdefault((kernel.name, kernel.duration), []).append(chain)
+    return found
 
 
 def enclosing(event: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +30,21 @@ from bench.kernel_groups import (
     group_of,
     shares,
 )
-from bench.profile_cell import Shape, graph_ratio, group_rows, prepared_engine, summary_of
+from bench.memory import kv_bytes_by_config
+from bench.profile_cell import Shape, group_rows, phases_of, prepared_engine, summary_of
 from bench.profile_cell import profile_cell as measure
 from bench.profile_engine import RESULT, ROWS, STAGE, Profiler, body
-from bench.profile_tables import cost_table, group_table
+from bench.profile_kernels import GAPS, MOST, OTHERS, busy_ms, gaps_of, kernel_rows
+from bench.profile_tables import cells_of, cost_table, group_table, kernel_table, roofline_table
 from bench.tiny_models import tiny_model
-from bench.traced import UNATTACHED, kernel_work, operator_work, traced
+from bench.traced import kernel_work, operator_work, traced
 from pipeline.config import load_config
 from pipeline.results import read_result
 from pipeline.stage import run_stage
+from specdec import graphs
+from specdec.kv_size import kv_numbers
 from specdec.model import CachedModel
+from tests.tape import Tape
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.yaml"
@@ -104,9 +111,11 @@ def test_no_time_is_lost_between_groups_and_the_unknown_is_named() -> None:
     assert found[ATTENTION].top == ()
 
 
-def event(name: str, parent: Any = None, *, ms: float = 0.0, kernels: Any = (), device: Any = DeviceType.CPU) -> Any:
+def event(
+    name: str, parent: Any = None, *, at: float = 0.0, ms: float = 0.0, kernels: Any = (), device: Any = DeviceType.CPU
+) -> Any:
     event.count = getattr(event, "count", 0) + 1  # type: ignore[attr-defined]
-    span = SimpleNamespace(elapsed_us=lambda: 1e3 * ms)
+    span = SimpleNamespace(start=1e3 * at, end=1e3 * (at + ms))
     found = {"name": name, "cpu_parent": parent, "kernels": list(kernels), "device_type": device, "time_range": span}
     return SimpleNamespace(**found, self_cpu_time_total=1e3 * ms, id=event.count)  # type: ignore[attr-defined]
 
@@ -115,18 +124,55 @@ def kernel(name: str, ms: float) -> Any:
     return SimpleNamespace(name=name, duration=1e3 * ms)
 
 
+def on_device(name: str, at: float, ms: float) -> Any:
+    return event(name, at=at, ms=ms, device=DeviceType.CUDA)
+
+
 def test_kernels_are_counted_once_by_call_and_none_is_dropped() -> None:
-    """A kernel that no operator launched (a graph's, a library's) is time of the device all the same."""
-    calls = [event("specdec:phase") for _ in range(2)]
-    layers = [event("specdec:mlp", call) for call in calls]
+    """One that no operator launched (a graph's) is the device's time all the same; one before the first call is not."""
+    calls = [event("specdec:phase", at=at) for at in (10.0, 20.0)]
+    layers = [event("specdec:mlp", call, at=call.time_range.start / 1e3) for call in calls]
     ops = [event("aten::mul", layer, kernels=[kernel(ELEMENTWISE, 2.0)]) for layer in layers]
-    outside = event("aten::mm", kernels=[kernel("gemm", 50.0)])
-    device = [event(n, ms=ms, device=DeviceType.CUDA) for n, ms in ((ELEMENTWISE, 4.0), ("graph", 1.0))]
-    ranges = event("specdec:mlp", ms=9.0, device=DeviceType.CUDA)
-    first, second = kernel_work([*calls, *layers, *ops, *device, ranges])
-    assert [(w.name, w.ms) for w in first] == [(ELEMENTWISE, 2.0), (UNATTACHED, pytest.approx(0.5))]
-    assert [group_of(w.name, w.around) for w in second] == [ACTIVATION, OTHER]
-    assert [(w.name, w.ms) for w in kernel_work([calls[0], layers[0], ops[0], outside])[0]] == [(ELEMENTWISE, 2.0)]
+    ranges = on_device("specdec:mlp", 11.0, 9.0)
+    device = [on_device(ELEMENTWISE, at, 2.0) for at in (11.0, 21.0)]
+    replayed = [on_device("attend_share", 13.0, 1.0), on_device(ELEMENTWISE, 24.0, 3.0), on_device("gemm", 5.0, 50.0)]
+    first, second = kernel_work([*calls, *layers, *ops, *replayed, *device, ranges])
+    assert [(w.name, w.ms, w.start_ms) for w in first] == [(ELEMENTWISE, 2.0, 11.0), ("attend_share", 1.0, 13.0)]
+    assert [(w.name, w.ms) for w in second] == [(ELEMENTWISE, 2.0), (ELEMENTWISE, 3.0)]
+    assert [group_of(w.name, w.around) for w in first + second] == [ACTIVATION, ATTENTION, ACTIVATION, SAMPLING]
+
+
+def test_every_kernel_of_the_engine_has_a_group() -> None:
+    """In a graph its name is all there is."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "specdec").glob("*.py")]
+    made = {name for text in sources for name in re.findall(r"@triton\.jit\s+def (\w+)", text)}
+    launched = {name for text in sources for name in re.findall(r"^\s+(\w+)\[[^\]]+\]\(", text, re.MULTILINE)} & made
+    assert len(launched) > 10
+    assert not {name for name in launched if group_of(name) == OTHER}
+
+
+def work_at(*spans: tuple[str, float, float]) -> list[Work]:
+    return [Work(name=name, around=(), ms=ms, start_ms=start) for name, start, ms in spans]
+
+
+def test_kernels_that_overlap_keep_the_device_busy_once() -> None:
+    work = work_at(("b", 3.0, 4.0), ("a", 1.0, 3.0), ("inside", 3.5, 1.0), ("late", 9.0, 1.0), ("next", 10.0005, 1.0))
+    assert busy_ms(work) == pytest.approx(6.0 + 1.0 + 1.0)
+    assert gaps_of(work) == [("b", 2.0)]
+
+
+def test_kernels_by_time_and_what_none_fills() -> None:
+    work = work_at(*((f"k{i}", 10.0 * i, 1.0 + i) for i in range(MOST + 2)), ("k13", 200.0, 1.0))
+    rows = {row["kernel"]: row for row in kernel_rows("draft step", work, 0.4, parts=4)}
+    assert list(rows)[:2] == ["k13", "k12"]
+    assert rows["k13"]["kernel_ms"] == pytest.approx(15.0 / 4)
+    assert rows["k13"]["events"] == 0.5
+    assert (rows[OTHERS]["kernel_ms"], rows[OTHERS]["events"]) == (pytest.approx(3.0 / 4), 0.5)
+    assert rows[GAPS]["kernel_ms"] == pytest.approx((400 - busy_ms(work)) / 4)
+    assert rows[GAPS]["share"] == pytest.approx((400 - busy_ms(work)) / 400)
+    assert rows[GAPS]["top"][0] == "56000.0 us after k13"
+    on_cpu = kernel_rows("verify", [Work(name="aten::mm", around=(), ms=2.0)], 0.1)
+    assert [(row["kernel"], row["share"]) for row in on_cpu] == [("aten::mm", 1.0)]
 
 
 def test_operators_outside_a_call_do_not_count() -> None:
@@ -137,7 +183,7 @@ def test_operators_outside_a_call_do_not_count() -> None:
 
 
 def test_gaps_are_what_kernels_leave_of_the_unprofiled_time() -> None:
-    work = [Work(name="gemm", around=(), ms=3.0), Work(name="Memcpy DtoH", around=(), ms=1.0)]
+    work = work_at(("gemm", 0.0, 3.0), ("Memcpy DtoH", 5.0, 1.0))
     rows = {row["group"]: row for row in group_rows("round", work, 0.010, torch.device("cuda"))}
     assert rows[HOST]["group_ms"] == pytest.approx(6.0)
     assert rows[PROJECTIONS]["share"] == pytest.approx(0.3)
@@ -170,7 +216,10 @@ def test_bytes_of_a_step(pair: tuple[Any, Any]) -> None:
     untied = tiny_model("llama", vocab=32, layers=1, dtype=torch.float32)
     sizes = {name: p.nbytes for name, p in untied.named_parameters()}
     config = tied.config
-    assert profile_cell.kv_bytes_per_token(tied) == 2 * 3 * config.num_key_value_heads * config.head_dim * 4
+    in_cache = profile_cell.kv_bytes_per_token(tied)
+    assert (
+        in_cache == 2 * 3 * config.num_key_value_heads * config.head_dim * 4 == kv_bytes_by_config(config, tied.dtype)
+    )
     for model in (pair[0], untied):
         is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         table = model.get_input_embeddings().weight.nbytes
@@ -180,6 +229,20 @@ def test_bytes_of_a_step(pair: tuple[Any, Any]) -> None:
     shape = Shape(batch=3, context=10, k=1, repeats=1, temperature=0.0)
     per_token = profile_cell.kv_bytes_per_token(tied)
     assert profile_cell.step_bytes(tied, shape) == profile_cell.weight_bytes(tied.module) + 30 * per_token
+
+
+@pytest.mark.parametrize(
+    "given, numbers",
+    [
+        ({"num_key_value_heads": 2, "head_dim": 16}, 2 * 3 * 2 * 16),
+        ({"num_key_value_heads": 2}, 2 * 3 * 2 * 10),
+        ({}, 2 * 3 * 4 * 10),
+        ({"num_key_value_heads": None, "head_dim": None}, 2 * 3 * 4 * 10),
+    ],
+)
+def test_a_config_that_names_neither_key_heads_nor_their_size(given: dict[str, Any], numbers: int) -> None:
+    config = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, hidden_size=40, **given)
+    assert kv_numbers(config) == numbers
 
 
 def test_ratios_and_bandwidth_from_times(pair: tuple[Any, Any]) -> None:
@@ -194,6 +257,11 @@ def test_ratios_and_bandwidth_from_times(pair: tuple[Any, Any]) -> None:
     speed = profile_cell.step_bytes(models[0], SHAPE) / 0.5 / 1e9
     assert values["target_step_gb_per_s"] == pytest.approx(speed)
     assert values["target_step_of_copy"] == pytest.approx(speed / 2.0)
+    assert values["target_step_floor_ms"] / values["target_step_ms"] == pytest.approx(values["target_step_of_copy"])
+    assert values["round_floor_ms"] == pytest.approx(
+        SHAPE.k * values["draft_step_floor_ms"] + values["verify_floor_ms"]
+    )
+    assert values["round_of_copy"] == pytest.approx(values["round_floor_ms"] / values["round_ms"])
 
 
 def test_rounds_of_a_cell_fit_its_rows(pair: tuple[Any, Any], tmp_path: Path) -> None:
@@ -202,8 +270,34 @@ def test_rounds_of_a_cell_fit_its_rows(pair: tuple[Any, Any], tmp_path: Path) ->
     greedy = Shape(batch=2, context=9, k=3, repeats=2, temperature=0.0)
     rows = measure(target, target, greedy, copy_speed=1.0, traces=tmp_path)
     assert rows[0]["round_ms"] > 0
-    assert rows[0]["graphs"].startswith("not run: ")
-    assert len(rows) == 1 + 4 * len(GROUPS)
+    assert (rows[0]["variant"], rows[0]["graphs"]) == ("eager", profile_cell.NO_GRAPHS)
+    assert sum("group" in row for row in rows) == 4 * len(GROUPS)
+    assert {row["phase"] for row in rows if "kernel" in row} == {"draft step", "target step", "verify", "round"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_the_engine_replays_is_what_is_measured(
+    pair: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """With a tape in the place of CUDA graphs. After the phases the engine decodes on as if nothing had been."""
+    monkeypatch.setattr(graphs, "capture_for", lambda device: Tape())
+    shape = dataclasses.replace(SHAPE, temperature=temperature)
+    rows = measure(*pair, shape, copy_speed=1.0, traces=tmp_path, graphs=True)
+    assert rows[0]["variant"] == "graphs"
+    assert " captured in " in rows[0]["graphs"]
+    for stem in ("draft", "target_step", "verify", "round"):
+        assert rows[0][f"{stem}_launched_ms"] > 0
+    engines = [prepared_engine(*pair, shape, graphs=replayed) for replayed in (True, False)]
+    with torch.inference_mode():
+        logits = [phases_of(engine, shape)["verify"]() for engine in engines]
+    torch.testing.assert_close(*logits)
+    for engine in engines[:1]:
+        with torch.inference_mode():
+            for name, run in phases_of(engine, shape).items():
+                if name != "round":
+                    run()
+    texts = [[slot.tokens for slot in engine._slots for _ in range(3) if not engine.step()] for engine in engines]
+    assert texts[0] == texts[1]
 
 
 def test_a_context_that_the_target_is_not_built_for_is_refused(pair: tuple[Any, Any]) -> None:
@@ -242,12 +336,14 @@ def test_the_stage_keeps_finished_cells_and_prints_tables(
     result = run()
     assert [name[-6:] for name in made] == ["B1-C16", "B2-C16", "B2-C16"]
     assert (folder / "cell-B1-C16" / ROWS).read_bytes() == kept
-    cells = [row for row in result["rows"] if "group" not in row]
+    cells = cells_of(result)
     assert [(row["batch"], row["context"], row["drafter"]) for row in cells] == [(1, 16, "model"), (2, 16, "model")]
     assert len(cost_table(result)) == 2
-    assert len(group_table(result)) == 8
+    assert len(group_table(result)) == len(roofline_table(result)) == 8
+    assert cost_table(result)["variant"].tolist() == ["eager", "eager"]
+    assert set(kernel_table(result)["step"]) == {"draft step", "target step", "verify", "round"}
     printed = capsys.readouterr().out
-    assert "not run: CUDA graphs need an NVIDIA GPU" in printed
+    assert "graphs: none: CUDA graphs need an NVIDIA GPU" in printed
     assert "other" in printed
     trace = json.loads(gzip.decompress((folder / "cell-B2-C16" / "round.trace.json.gz").read_bytes()))
     assert any(each.get("name") == "specdec:attention layer" for each in trace["traceEvents"])
@@ -260,11 +356,6 @@ def test_a_trained_draft_is_an_input() -> None:
     assert STAGE.inputs is inputs
 
 
-def test_cost_ratio_of_graphs() -> None:
-    assert graph_ratio({"graphs": "not run"}, 4) == {}
-    assert graph_ratio({"draft_graph_ms": 2.0, "target_step_graph_ms": 5.0}, 4) == {"cost_ratio_graph": 0.1}
-
-
 def test_tables_show_graphs_where_they_were_captured() -> None:
     row = {"batch": 1, "context": 8, "k": 2, "draft_step_ms": 1.0, "round_launch_ms": 2.5}
     table = cost_table({"rows": [row]})
@@ -275,10 +366,13 @@ def test_tables_show_graphs_where_they_were_captured() -> None:
 @pytest.mark.gpu
 def test_graphs_and_kernels_on_a_gpu(pair: tuple[Any, Any], tmp_path: Path) -> None:
     target, draft = (model.to("cuda") for model in pair)
-    summary, *groups = measure(target, draft, SHAPE, copy_speed=1.0, traces=tmp_path)
-    assert summary["graphs"] == "captured"
-    assert summary["round_graph_ms"] < summary["round_eager_ms"]
-    assert summary["cost_ratio_graph"] > 0
-    by_group = {row["group"]: row["group_ms"] for row in groups if row["phase"] == "verify"}
+    summary, *parts = measure(target, draft, SHAPE, copy_speed=1.0, traces=tmp_path)
+    assert summary["variant"].endswith("graphs")
+    assert summary["round_launch_ms"] > 0
+    by_group = {row["group"]: row["group_ms"] for row in parts if "group" in row and row["phase"] == "verify"}
     assert by_group[PROJECTIONS] > 0
     assert by_group[OTHER] < 0.05 * sum(by_group.values())
+    for step in ("draft step", "target step", "verify", "round"):
+        kernels = [row for row in parts if "kernel" in row and row["phase"] == step]
+        assert kernels[-1]["kernel"] == GAPS
+        assert len(kernels) > 2
