@@ -26,7 +26,7 @@ from specdec.window import Window
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """A drafter's tokens; draft_probs_BKV is the law each was drawn from (None: one-hot); num_drafts_B of them
-    count in each row; bad_B marks rows whose draft logits were unusable (they drafted from a flat law)."""
+    count in each row; bad_B marks rows whose draft logits were not finite somewhere (no draft from there on counts)."""
 
     drafts_BK: Tensor
     draft_probs_BKV: Tensor | None
@@ -200,10 +200,11 @@ class ModelDrafter:
         """One token a row: (token_B, the law it was drawn from [B, V], bad_B, usable_B)."""
         counts_B1V = None if counts_BV is None else counts_BV.unsqueeze(1)
         constrained_B1V, bad_B1 = constrain_logits(logits_B1V, state.law, positions_B1, counts_B1V, features)
-        usable_B = torch.ones_like(state.active_B)
+        bad_B = bad_B1.squeeze(1)
+        usable_B = ~bad_B
         if self.vocabulary is not None:
             # It may know none of the allowed tokens: it proposes nothing there.
-            usable_B = torch.isfinite(constrained_B1V.amax(-1)).squeeze(1)
+            usable_B = usable_B & torch.isfinite(constrained_B1V.amax(-1)).squeeze(1)
             constrained_B1V = torch.where(usable_B.view(-1, 1, 1), constrained_B1V, 0.0)
         if self.min_confidence:
             precise = torch.promote_types(constrained_B1V.dtype, torch.float32)
@@ -211,9 +212,9 @@ class ModelDrafter:
             usable_B = usable_B & (confidence_B >= self.min_confidence)
         if features.all_greedy:
             token_B = constrained_B1V.argmax(-1).squeeze(1)
-            return token_B, constrained_B1V.squeeze(1), bad_B1.squeeze(1), usable_B
+            return token_B, constrained_B1V.squeeze(1), bad_B, usable_B
         law_BV = law_of(constrained_B1V, state.law, features).squeeze(1)
-        return sample(law_BV, uniform_B), law_BV, bad_B1.squeeze(1), usable_B
+        return sample(law_BV, uniform_B), law_BV, bad_B, usable_B
 
     def roll_back(self, state: RowState) -> None:
         """The draft has seen d1 .. d(k-1): keep those that were committed."""
@@ -225,17 +226,20 @@ class ModelDrafter:
         for slot, length, own in zip(slots, before, lengths, strict=True):
             if own > 0:
                 self._held[slot.row] = min(length + self._drafts_seen(k), slot.length - 1)
+            if slot.draft_bad:  # what it holds may be the cause: it reads the text again
+                self.model.cache.clear_rows([slot.row])
+                self._held[slot.row] = 0
 
     def lag(self, slot: Slot) -> int:
         missed = slot.length - self._held[slot.row]
-        return missed - 1 if missed > self.window else 0
+        return missed - 1 if missed > self.window and not slot.undrafted else 0
 
     def _drafts_seen(self, k: int) -> int:
         """Of k drafts the model has been fed all but the last."""
         return k - 1
 
     def release(self, slot: Slot) -> None:
-        if slot.draft_bad or slot.finish_reason in ("error", "cancelled"):
+        if slot.draft_failures or slot.finish_reason in ("error", "cancelled"):
             self.model.cache.clear_rows([slot.row])
 
 

@@ -5,7 +5,7 @@ rounds. The last prompt token is never prefilled: it is the pending token of the
 yields the first new token like any other round. Everything data-dependent inside a round is in specdec.round.
 """
 
-import warnings
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
@@ -32,6 +32,7 @@ from specdec.stats import AcceptanceStats, RoundStats
 from specdec.timing import PhaseTimer
 
 _END = object()
+_log = logging.getLogger("specdec")
 _RULES = {"token": verify_drafts, "block": verify_block}
 
 
@@ -97,7 +98,7 @@ class Engine:
         self._listeners = Listeners(on_round=on_round, on_tokens=on_tokens)
         self._state = RowState.empty(num_slots, buffer, self._target.device)
         self._slots: list[Slot | None] = [None] * num_slots
-        self._ragged = False
+        self._ragged = self._draft_failed = False
         self._decoding: list[int] = []  # tickets of the last round's rows, whose features these are
         self._features = Features()
         self._queue: deque[tuple[int, Request]] = deque()
@@ -283,21 +284,21 @@ class Engine:
             for slot in slots:
                 self.cancel(slot.ticket)
             raise
-        first_bad = any(report.draft_bad and not slot.draft_bad for slot, report in zip(slots, reports, strict=True))
         lags = self._finish_round(slots, reports, lengths)
         timed = self._rounds.captures == captures
         stats = round_stats(reports, asked=asked, k=k, caught_up=caught_up, timed=timed, seconds=timer.finish())
         self._last_round, self.stats = stats, self.stats + stats.acceptance
         self._lengths.inform(stats, slots, reports, lengths, lags)
         self._listeners.tell(slots, reports, stats)
-        if first_bad:
-            warnings.warn("the draft produced NaN or infinite logits; its proposals are flat there", stacklevel=2)
+        if not self._draft_failed and any(slot.draft_bad for slot in slots):
+            self._draft_failed = True
+            _log.warning("the draft gave NaN or infinite logits; it reads such a text again once, then is left out")
 
     def _finish_round(self, slots: list[Slot], reports: list[RowReport], lengths: list[int]) -> list[int]:
         """Take the reports over and let go of rows that are done; each row's lag."""
         before = [slot.length for slot in slots]
-        for slot, report in zip(slots, reports, strict=True):
-            slot.commit(report, max(lengths))
+        for slot, report, own in zip(slots, reports, lengths, strict=True):
+            slot.commit(report, max(lengths), own)
         if self._drafter is not None:
             self._drafter.committed(slots, before, lengths)
         # Before any row is released: a drafter then forgets it.

@@ -122,7 +122,7 @@ def _note_draft(
     tl.store(drafts_ptr + row * K + step, tl.load(drawn_ptr + row, mask=inside, other=0), mask=inside)
     bad = tl.load(bad_ptr + row, mask=inside, other=0) | tl.load(drawn_bad_ptr + row, mask=inside, other=0)
     tl.store(bad_ptr + row, bad, mask=inside)
-    alive = tl.load(alive_ptr + row, mask=inside, other=0)
+    alive = tl.load(alive_ptr + row, mask=inside, other=0) & (bad == 0)
     position = tl.load(lengths_ptr + row, mask=inside, other=0) + step
     alive = alive & (position < max_positions)
     if not ALL_USABLE:
@@ -135,7 +135,8 @@ def _note_draft(
 def note_draft(
     state: Any, buffers: Any, drawn_B: Tensor, bad_B: Tensor, usable_B: Tensor | None, max_positions: int
 ) -> None:
-    """Take one drawn token a row over into the buffers, as DraftSteps does. usable_B: None where all are."""
+    """Take one drawn token a row over into the buffers, as DraftSteps does. usable_B: None where all are whose logits
+    are finite."""
     B, K = len(state.lengths_B), buffers.drafts_BK.shape[1]
     _note_draft[(1,)](
         drawn_B.contiguous(),

@@ -32,14 +32,14 @@ class Lengths:
         self.k_max = k_max
 
     def choose(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
-        """Each row's draft length for the coming round."""
+        """Each row's draft length for the coming round; 0 for a row that the draft is no use to."""
         lengths = list(self._ask(slots, last_round))
         if len(lengths) != len(slots):
             raise ValueError(f"choose_rows gave {len(lengths)} draft lengths for {len(slots)} rows; expected one a row")
         for k in set(lengths):
             if not (isinstance(k, Integral) and 0 <= k <= self.k_max):
                 raise ValueError(f"the draft length is {k!r}; expected a whole number from 0 to k_max = {self.k_max}")
-        return [int(k) for k in lengths]
+        return [0 if slot.undrafted else int(k) for slot, k in zip(slots, lengths, strict=True)]
 
     def _ask(self, slots: Sequence[Slot], last_round: RoundStats | None) -> list[int]:
         chooser = self._chooser

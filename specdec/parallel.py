@@ -52,7 +52,7 @@ class ParallelDrafter(ModelDrafter):
         if features.penalties and state.law.counts_BV is not None:
             counts_BKV = state.law.counts_BV.unsqueeze(1).expand(-1, k, -1)
         constrained_BKV, bad_BK = constrain_logits(logits_BKV, state.law, positions_BK, counts_BKV, features)
-        usable_BK = torch.isfinite(constrained_BKV.amax(-1))
+        usable_BK = ~bad_BK & torch.isfinite(constrained_BKV.amax(-1))
         law_BKV = law_of(torch.where(usable_BK.unsqueeze(-1), constrained_BKV, 0.0), state.law, features)
         uniform_BK = uniforms(state.seeds_B, lengths_B, positions_BK, Purpose.DRAFT)
         drafts_BK = sample(law_BKV.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)

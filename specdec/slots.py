@@ -11,7 +11,8 @@ from specdec.stats import Tally
 @dataclass(kw_only=True)
 class Slot:
     """tokens: prompt and output; target_len: how many of them the target's cache holds (the host's copy of its
-    length, kept in step by arithmetic alone)."""
+    length, kept in step by arithmetic alone); draft_bad: the draft's logits were not finite in the last round;
+    draft_failures: in how many rounds so far."""
 
     row: int
     ticket: int
@@ -20,6 +21,7 @@ class Slot:
     target_len: int = 0
     decoding: bool = False
     draft_bad: bool = False
+    draft_failures: int = 0
     finish_reason: str | None = None
     error: str | None = None
     tally: Tally = field(default_factory=Tally)
@@ -29,20 +31,26 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def undrafted(self) -> bool:
+        """The draft failed again after it had read the row's text anew: the row decodes without it from here on."""
+        return self.draft_failures > 1
+
     def next_target_feed(self, chunk: int) -> Feed | None:
         """The next prompt tokens for the target, all but the last one."""
         start = self.target_len
         end = self.target_len = min(self.length - 1, start + chunk)
         return Feed(row=self.row, start=start, tokens=self.tokens[start:end]) if end > start else None
 
-    def commit(self, report: RowReport, k: int) -> None:
-        """Take over what a round of k drafts did to this row."""
+    def commit(self, report: RowReport, k: int, own: int) -> None:
+        """Take over what a round of k drafts, `own` of them for this row, did to it."""
         self.tokens.extend(report.token_ids)
         self.target_len = self.length - 1
         self.tally.add(
             tokens=report.committed, drafted=report.drafted, reached=report.reached, accepted=report.accepted, k=k
         )
-        self.draft_bad |= report.draft_bad
+        self.draft_bad = own > 0 and bool(report.draft_bad)
+        self.draft_failures += self.draft_bad
         if report.logprobs is not None:
             self.logprobs.append(report.logprobs)
         if report.target_bad:

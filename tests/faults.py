@@ -84,8 +84,8 @@ def _recorded(law: str) -> Edit:
     """The draft samples as before and records `law` as its q."""
     return (
         _DRAW,
-        "return sample(law_BV, uniform_B), law_BV, bad_B1",
-        f"return sample(law_BV, uniform_B), {law}, bad_B1",
+        "return sample(law_BV, uniform_B), law_BV, bad_B",
+        f"return sample(law_BV, uniform_B), {law}, bad_B",
     )
 
 

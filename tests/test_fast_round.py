@@ -160,9 +160,15 @@ def test_an_engine_gives_the_same_rounds(used, sampled, monkeypatch) -> None:
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.35])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_draft_steps_leave_the_same_buffers(used, min_confidence, sampled) -> None:
-    """Also past the draft's last position, for rows without a text before the window, and where a row is unsure."""
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_draft_steps_leave_the_same_buffers(used, min_confidence, sampled, spoilt) -> None:
+    """Also past the draft's last position, for rows without a text before the window, where a row is unsure, and where
+    the draft's logits are NaN."""
     model = tiny_model("qwen3", vocab=23, seed=4, max_positions=14, dtype=torch.float32).to(used)
+    if spoilt:  # row 2's last token but one; the head, were it the same tensor, would spoil every row
+        with torch.no_grad():
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+            model.get_input_embeddings().weight[21] = torch.nan
     found = []
     for torch_code in (False, True):
         drafter = ModelDrafter(model, min_confidence=min_confidence)
@@ -188,6 +194,8 @@ def test_draft_steps_leave_the_same_buffers(used, min_confidence, sampled) -> No
         assert mine is None or torch.equal(mine[:4], expected[:4]), name
     assert torch.equal(ours.alive_B[:4], reference.alive_B[:4])
     assert ours.num_drafts_B[3] == (0 if min_confidence else 2)
+    assert ours.bad_B.any() == spoilt
+    assert not (spoilt and ours.num_drafts_B[ours.bad_B].any())
 
 
 def run_steps(steps: DraftSteps) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench.law import Oracle, count_cells, enumerate_law
 from bench.law_stats import check_law
@@ -20,6 +21,7 @@ from tests import plugin_cases, plugin_vllm
 from tests.plugin_cases import BUDGET, LIMIT, MIXED, MOVING, VOCAB, params, prompts, same
 from tests.plugin_vllm import K_MAX, counted, generate, ids, set_lengths
 from tests.test_plugin_own_parts import masked_logits
+from vllm_draft_spec.own_failures import EVERY, Failures
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -183,6 +185,47 @@ def test_random_weights_for_a_measurement(engines: SimpleNamespace) -> None:
     with counted(engine) as grown:
         assert all(len(text) == 20 for text in ids(generate(engine, prompts(5, 9, seed=91), params(max_tokens=20))))
     assert grown.drafted > 10
+
+
+def test_a_spoilt_cache_is_read_again(
+    engines: SimpleNamespace, plugin_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in every slot of the draft's cache: as many drafts as are made until the host has looked are lost."""
+    drafter = plugin_vllm.runner(engines.twin).drafter
+    monkeypatch.setattr(drafter, "failures", Failures())
+    for buffers in drafter.draft.cache.layers.values():
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+    set_lengths(engines.twin, (4, 0, 4, 4))
+    with counted(engines.twin) as grown:
+        same(engines, engines.twin, prompts(5, 40, 20, seed=95), params(max_tokens=100))
+    late = [accepted == drafted for _, before, drafted, accepted in grown.rounds if before > 2 * EVERY]
+    assert len(late) > 20
+    assert all(late)
+    assert sum("the draft gave NaN" in record.getMessage() for record in plugin_log.records) == 1
+
+
+def test_spoilt_weights_leave_a_row_to_the_target(engines: SimpleNamespace, tmp_path: Path) -> None:
+    """The target as its own draft, but for one token's embedding: rows without that token draft as ever."""
+    whole = [1, 5, 7, 1]
+    text = ids(generate(engines.plain, [whole], params(max_tokens=60)))[0]
+    poison = next(token for token in range(VOCAB) if token not in (*whole, *text))
+    broken = plugin_vllm.make_model(VOCAB)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[poison] = torch.nan
+    engine = plugin_vllm.make_engine(
+        engines.target, plugin_vllm.saved(broken, tmp_path), additional_config=OWN, max_model_len=LIMIT
+    )
+    set_lengths(engine, (3,))
+    with counted(engine) as grown:
+        outputs = same(engines, engine, [[poison, *whole], whole], params(max_tokens=60))
+    assert all(accepted == drafted for _, _, drafted, accepted in grown.rounds)
+    drafting = {name.split("-")[0] for name, _, drafted, _ in grown.rounds if drafted}
+    assert drafting == {outputs[1].request_id}
+    with counted(engine) as grown:
+        same(engines, engine, [whole], params(max_tokens=20))
+    assert grown.accepted == grown.drafted > 10, "its slot held NaN before"
+    assert plugin_vllm.runner(engine).drafter.failures.met
 
 
 def test_a_pruned_head_drafts(engines: SimpleNamespace, tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_drafts_follow_the_law_that_is_kept() -> None:
     assert torch.allclose(laws_BV[2], expected_V)
 
 
+def test_a_draft_whose_logits_are_not_finite_has_no_law() -> None:
+    """All zeros: vLLM's rejection sampler rejects such a draft always and draws from the target's law instead."""
+    logits_BD = torch.tensor([[torch.nan, 0.0, 1.0], [0.0, torch.inf, 1.0], [-torch.inf] * 3, [0.0, 0.0, 5.0]])
+    certain_B = torch.tensor([False, True, False, False])
+    for fixed_B in (None, certain_B):
+        ids_B, laws_BD = sample_draft(logits_BD, torch.tensor([0.7, 0.7, 0.0, 0.7]), torch.ones(4, 3), fixed_B)
+        assert laws_BD[:3].eq(0).all()
+        assert laws_BD[3].sum() == pytest.approx(1.0)
+        assert ids_B.ge(0).logical_and(ids_B < 3).all(), "the next draft step is fed with them"
+
+
 def test_a_law_moves_to_the_targets_ids() -> None:
     """Draft ids 0, 2 and 3 exist in the target, as 4, 0 and 1; id 1 does not, and its law is zero there."""
     law = in_target_vocabulary(torch.tensor([[0.5, 0.0, 0.3, 0.2]]), torch.tensor([4, -1, 0, 1]), 5)

@@ -18,8 +18,11 @@ def sample_draft(
     """Draft ids [B] and the law they were drawn from, float32 [B, D].
 
     noise_BD: standard exponential. Greedy rows take the most likely token; their law is not read by the rejection
-    sampler. certain_B: rows that must draft the most likely token although they sample; their law is one-hot.
+    sampler. certain_B: rows that must draft the most likely token although they sample; their law is one-hot. Where the
+    logits are not finite the law is all zeros: such a draft is rejected, and the token in its place is the target's.
     """
+    bad_B = ~torch.isfinite(logits_BD.amax(-1))
+    logits_BD = torch.where(bad_B[:, None], 0.0, logits_BD)
     greedy_B = temperature_B < GREEDY
     probs_BD = (logits_BD / torch.where(greedy_B, 1.0, temperature_B)[:, None]).softmax(-1, dtype=torch.float32)
     best_B = probs_BD.argmax(-1)
@@ -29,7 +32,7 @@ def sample_draft(
     if certain_B is not None:
         one_hot_BD = torch.zeros_like(probs_BD).scatter_(1, best_B[:, None], 1.0)
         probs_BD = torch.where(certain_B[:, None], one_hot_BD, probs_BD)
-    return ids_B, probs_BD
+    return ids_B, probs_BD.masked_fill(bad_B[:, None], 0.0)
 
 
 def in_target_vocabulary(probs_BD: torch.Tensor, draft_to_target_D: torch.Tensor, vocab: int) -> torch.Tensor:

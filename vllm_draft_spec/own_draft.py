@@ -112,6 +112,12 @@ class OwnDraft:
         if isinstance(self.cache, WindowCache):
             self.cache.first_B[slot].fill_(0)
 
+    def clear(self, slot: int) -> None:
+        """Nothing is in the draft's cache of this slot any more: what was may have been NaN."""
+        self.cache.clear_rows([slot])
+        if isinstance(self.cache, WindowCache):
+            self.cache.first_B[slot].fill_(0)
+
     def move(self, source: int, to: int) -> None:
         self.cache.copy_row(source, to)
         for tensor_B in (self.state.tokens_BT, self.state.lengths_B, self.state.seeds_B):

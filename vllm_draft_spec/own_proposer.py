@@ -23,6 +23,7 @@ from vllm_draft_spec.drafting import GREEDY, drop_beyond, on_device
 from vllm_draft_spec.laws import without_drafts
 from vllm_draft_spec.memory import GIB, cache_size, check_room
 from vllm_draft_spec.own_draft import Feed, OwnDraft, window_of
+from vllm_draft_spec.own_failures import Failures
 from vllm_draft_spec.own_model import load_drafter, room_on
 from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Row, Rows
 from vllm_draft_spec.settings import read_settings
@@ -54,7 +55,7 @@ class OwnProposer(PluginDrafter):
         self.probabilistic = speculative.rejection_sample_method == "standard" and (
             speculative.draft_sample_method == "probabilistic" or speculative.use_heterogeneous_vocab
         )
-        self.rows = Rows(self.max_batch_size)
+        self.rows, self.failures = Rows(self.max_batch_size), Failures()
         self.fed_tokens = 0
         self._last_draft_probs: torch.Tensor | None = None
         self._rehearsed = False
@@ -122,6 +123,7 @@ class OwnProposer(PluginDrafter):
         assert not args
         k, metadata = num_speculative_tokens, kwargs["common_attn_metadata"]
         rows = self._step_rows(metadata)
+        self._read_again(rows)
         slots_B = on_device([each.row.slot for each in rows], self.device)
         self._note(rows, slots_B, kwargs)
         self._last_draft_probs = None
@@ -148,6 +150,8 @@ class OwnProposer(PluginDrafter):
             row = self.rows.get(name)
             if row is None:
                 row = self.rows.admit(name, known=before)
+                if self.failures.met:  # of a row that left, or moved away
+                    self.draft.clear(row.slot)
                 known_n = torch.from_numpy(batch.token_ids_cpu[b, :before])
                 self.draft.admit(row.slot, self._seed(name), known_n)
             row.advance(scheduled, partial[b])
@@ -173,6 +177,15 @@ class OwnProposer(PluginDrafter):
             ends_B = ends_B - rejected_B
         next_B = given["next_token_ids"].masked_fill(self.runner.discard_request_mask.gpu[:batch], -1)
         self.draft.note_ends(slots_B, next_B, ends_B + (next_B >= 0))
+
+    def _read_again(self, rows: list[StepRow]) -> None:
+        """What rows that failed hold may be the cause."""
+        failed = self.failures.found()
+        for each in rows:
+            if each.row.name in failed:
+                each.row.failures += 1
+                self.draft.clear(each.row.slot)
+                each.row.missed = each.ends
 
     def _catch_up(self, lagging: list[StepRow]) -> None:
         """In one step at most as many tokens are fed as a step of vLLM has: a long prompt that the target found cached
@@ -202,7 +215,7 @@ class OwnProposer(PluginDrafter):
         return [Feed(slot=row.slot, count=sinks, end=sinks)] if sinks else []
 
     def _draft(self, rows: list[StepRow], k: int, slots_B: torch.Tensor, sampling: Any) -> torch.Tensor:
-        ready = [each for each in rows if not each.partial and each.row.missed <= MISSED_AFTER_DRAFTS]
+        ready = [each for each in rows if is_ready(each)]
         if not ready:
             return torch.full((len(rows), k), -1, device=self.device, dtype=torch.int64)
         for each in ready:
@@ -213,7 +226,9 @@ class OwnProposer(PluginDrafter):
         proposal = self.draft.propose(k, [each.row.slot for each in ready], by_slot, greedy, longest)
         self.captured = self.draft.rounds.captures > captures
         ids_Bk, laws = proposal.drafts_BK[slots_B], proposal.draft_probs_BKV
-        room_B = (proposal.num_drafts_B * self.draft.state.active_B[: len(proposal.num_drafts_B)])[slots_B]
+        drafting_B = self.draft.state.active_B[: len(proposal.bad_B)]
+        self.failures.note([each.row for each in rows], (proposal.bad_B & drafting_B)[slots_B])
+        room_B = (proposal.num_drafts_B * drafting_B)[slots_B]
         laws_BkV = None if laws is None else laws[slots_B]
         ids_Bk, self._last_draft_probs = drop_beyond(ids_Bk, laws_BkV, room_B)
         return ids_Bk
@@ -228,6 +243,10 @@ class OwnProposer(PluginDrafter):
         return temperature_B.masked_fill(greedy_B, 0.0), False
 
 
+def is_ready(each: StepRow) -> bool:
+    return not each.partial and each.row.missed <= MISSED_AFTER_DRAFTS and not each.row.undrafted
+
+
 def is_to_be_fed(row: Row, k: int) -> bool:
     """All that are to draft now, and those that lag by much."""
-    return row.missed > MISSED_AFTER_DRAFTS and (k > 0 or row.missed >= MAX_LAG)
+    return row.missed > MISSED_AFTER_DRAFTS and (k > 0 or row.missed >= MAX_LAG) and not row.undrafted

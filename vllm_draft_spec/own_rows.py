@@ -22,13 +22,20 @@ MISSED_AFTER_DRAFTS = 2
 @dataclass(kw_only=True)
 class Row:
     """One request. missed: at most so many of its tokens the draft has not read. drafted: drafts were made at the end
-    of its latest step. pending: its last token has not been read by the target."""
+    of its latest step. pending: its last token has not been read by the target. failures: how often the draft's logits
+    were found not to be finite."""
 
     name: str
     slot: int
     missed: int = 0
     drafted: bool = False
     pending: bool = False
+    failures: int = 0
+
+    @property
+    def undrafted(self) -> bool:
+        """The draft failed again after it had read the text anew."""
+        return self.failures > 1
 
     def advance(self, scheduled: int, discarded: bool) -> None:
         """A step read `scheduled` tokens of it, drafts among them; `discarded`: a part of its prompt only, so that no
