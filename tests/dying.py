@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pipeline.context import StageContext
+
 FILE_EVENTS = {"open", "os.rename", "os.truncate", "os.remove", "os.mkdir", "shutil.copyfile", "shutil.rmtree"}
 
 
@@ -60,8 +62,8 @@ def count_file_events(root: Path) -> Callable[[], int]:
     return lambda: seen
 
 
-def fork(run: Callable[[], int | None]) -> int:
-    """The exit code of a forked process: what `run` returns, 0 for None, 1 when it raised, -9 when it was killed.
+def fork(run: Callable[[], object]) -> int:
+    """The exit code of a forked process: the number that `run` returns, or 0; 1 when it raised, -9 when it was killed.
 
     It starts with everything imported that this process has imported, so that a kill can hit any moment of the work.
     """
@@ -71,7 +73,8 @@ def fork(run: Callable[[], int | None]) -> int:
     if child == 0:
         code = 1
         try:
-            code = run() or 0
+            returned = run()
+            code = returned if isinstance(returned, int) else 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -80,20 +83,39 @@ def fork(run: Callable[[], int | None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def count_calls(run: Callable[[], object]) -> int:
-    """How many calls and returns, of Python's functions and of C's, a forked `run` makes: each a moment to die at."""
-    reader, writer = os.pipe()
+def calls_from_now() -> Callable[[], int]:
+    """The returned function says how many calls and returns, of Python's functions and of C's, there were since."""
     seen = 0
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
         nonlocal seen
         seen += 1
 
+    sys.setprofile(on_call)
+    return lambda: seen
+
+
+def die_at_call(number: int) -> None:
+    """Kill this process at the n-th call or return from now on: between two file operations too."""
+    left = number
+
+    def on_call(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            die()
+
+    sys.setprofile(on_call)
+
+
+def count_calls(run: Callable[[], object]) -> int:
+    """How many calls and returns a forked `run` makes: each is a moment to die at."""
+    reader, writer = os.pipe()
+
     def counted() -> None:
-        sys.setprofile(on_call)
+        count = calls_from_now()
         run()
-        sys.setprofile(None)
-        os.write(writer, str(seen).encode())
+        os.write(writer, str(count()).encode())
 
     assert fork(counted) == 0
     os.close(writer)
@@ -103,18 +125,35 @@ def count_calls(run: Callable[[], object]) -> int:
 
 def killed_at_call(number: int, run: Callable[[], object]) -> bool:
     """Whether a forked `run` got as far as its n-th call or return, where it is killed."""
-    left = number
-
-    def on_call(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            die()
 
     def dying() -> None:
-        sys.setprofile(on_call)
+        die_at_call(number)
         run()
 
     code = fork(dying)
     assert code in {0, -signal.SIGKILL}
     return code != 0
+
+
+def signal_amid_unit(files: int, number: signal.Signals, context: type[StageContext] = StageContext) -> None:
+    """From now on: this process sends itself a signal amid the unit that a stage makes after its n-th file.
+
+    A stage asks inside its units whether to stop: the second time that it does so after that file is the moment.
+    """
+    published, asked = 0, 0
+    publish, check_stop = context.publish, context.check_stop
+
+    def counted_publish(ctx: StageContext, *arguments: Any, **options: Any) -> Any:
+        nonlocal published
+        record = publish(ctx, *arguments, **options)
+        published += 1
+        return record
+
+    def counted_check(ctx: StageContext) -> None:
+        nonlocal asked
+        asked += published >= files
+        if asked == 2:
+            os.kill(os.getpid(), number)
+        check_stop(ctx)
+
+    context.publish, context.check_stop = counted_publish, counted_check  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +153,14 @@ def gpus_in_use(cluster: Cluster, ending: bool = True) -> int:
     lines = cluster.run("squeue", "-h", "-t", states, "-O", "NumNodes:8,tres-per-node:40")
     pairs = [line.split() for line in lines.splitlines()]
     return sum(int(nodes) * int(gres.rpartition(":")[2]) for nodes, gres in pairs if gres != "N/A")
+
+
+def most_gpus_at_once(cluster: Cluster, jobs: Sequence[Mapping[str, Any]]) -> int:
+    """Of jobs of jobs.json that have ended: by the starts and ends that Slurm noted, to the second, so that nothing
+    hangs on when a test looked."""
+    spans = []
+    for job in jobs:
+        text = cluster.run("scontrol", "-o", "show", "job", str(job["job"]))
+        start, end = (re.findall(rf"\b{name}=(\S+)", text)[0] for name in ("StartTime", "EndTime"))
+        spans.append((start, end, job["gpus"]))
+    return max(sum(gpus for start, end, gpus in spans if start <= moment < end) for moment, _, _ in spans)

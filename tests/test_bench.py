@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -328,14 +327,10 @@ def test_kill_9_costs_one_unit(data_root: Path) -> None:
     settings = [option for override in SMALL for option in ("--set", override)]
     command = [sys.executable, "-m", "bench.bench_engine", "--config", str(CONFIG), *settings]
     folder = data_root / "tiny" / STAGE.name
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    record = folder / "progress.jsonl"
-    while process.poll() is None and not (record.exists() and "cell-" in record.read_text()):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL, errors.decode()
-    (kept, *_) = sorted(folder.glob("cell-*.json"))
+    killing = [sys.executable, "-m", "tests.killed_amid_unit", "1", str(int(signal.SIGKILL))]
+    killed = subprocess.run([*killing, *command[2:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (kept,) = folder.glob("cell-*.json")
     before = kept.read_bytes()
     assert not (folder / RESULT).exists()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

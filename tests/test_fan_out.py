@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,34 +291,36 @@ def test_a_preempted_worker_is_submitted_as_it_was_and_makes_only_the_rest(data_
     assert sorted(contents(folder)) == list(names)
 
 
-def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    children = psutil.Process(driver.pid).children(recursive=True)
-    return [child for child in children if "submitit.core._submit" in child.cmdline()]
+REAL = ("run=two", "workers.count=2", "traces.shard_size=1", "traces.max_tokens=20")
 
 
-def start(*overrides: str) -> subprocess.Popen[bytes]:
-    options = [option for override in (*overrides, "workers.count=2") for option in ("--set", override)]
-    command = [sys.executable, "-m", "data.gen_traces", "--config", str(CONFIG), *options]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+def failing_workers(log: Path, *mode: str) -> tuple[int, str]:
+    """The driver's exit code and what it said: into a file, as its workers would keep a pipe open."""
+    options = [option for override in REAL for option in ("--set", override)]
+    command = [sys.executable, "-m", "tests.failing_workers", *mode, "--config", str(CONFIG), *options]
+    with log.open("w") as stream:
+        code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=stream, check=False).returncode
+    return code, log.read_text()
 
 
-def wait_for_shards(driver: subprocess.Popen[bytes], folder: Path, count: int) -> None:
-    while driver.poll() is None and len(contents(folder)) < count:
-        time.sleep(0.01)
-    assert driver.poll() is None, driver.stderr.read().decode() if driver.stderr else ""
+def workers_of(folder: Path) -> list[psutil.Process]:
+    """The workers, also those without a driver, whose jobs lie under this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "submitit.core._submit" in words and any(str(folder) in word for word in words):
+                found.append(process)
+    return found
 
 
 @pytest.mark.slow
-def test_real_workers_one_killed_in_the_middle(data_root: Path) -> None:
-    """Whether it still owed something when it was killed depends on the machine; the result must not."""
-    settings = ("traces.shard_size=1", "traces.max_tokens=60", "traces.temperatures=[1.0, 0.7, 0.5]")
-    whole = contents(run_stage(STAGE, load_config(CONFIG, ["run=one", *settings]), body))
-    driver = start("run=two", *settings)
-    wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
-    victim = next(each for each in workers_of(driver))
-    victim.send_signal(signal.SIGKILL)
-    _, said = driver.communicate(timeout=900)
-    assert driver.returncode == 0, said.decode()
+def test_real_workers_one_killed_in_the_middle(data_root: Path, tmp_path: Path) -> None:
+    """Amid the second of its three shards."""
+    whole = contents(run_stage(STAGE, load_config(CONFIG, [*REAL, "run=one", "workers.count=0"]), body))
+    code, said = failing_workers(tmp_path / "log", "killed")
+    assert code == 0, said
+    assert re.search(r"worker 0 ended with 2 units to do \(.*\); starting it again", said)
     folder = data_root / "two" / STAGE.name
     assert contents(folder) == whole
     done = manifest.read(folder)
@@ -327,18 +330,16 @@ def test_real_workers_one_killed_in_the_middle(data_root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_real_workers_end_with_their_driver_and_the_next_one_goes_on(data_root: Path, number: signal.Signals) -> None:
-    settings = ("traces.shard_size=1", "traces.max_tokens=60", "traces.temperatures=[1.0, 0.7, 0.5]")
-    whole = contents(run_stage(STAGE, load_config(CONFIG, ["run=one", *settings]), body))
-    driver = start("run=two", *settings)
-    wait_for_shards(driver, data_root / "two" / STAGE.name, 1)
-    workers = workers_of(driver)
-    driver.send_signal(number)
-    _, said = driver.communicate(timeout=600)
-    assert driver.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 75), said.decode()
-    _, alive = psutil.wait_procs(workers, timeout=600)
+def test_real_workers_end_with_their_driver_and_the_next_one_goes_on(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Its workers would wait for ever."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    whole = contents(run_stage(STAGE, load_config(CONFIG, [*REAL, "run=one", "workers.count=0"]), body))
+    code, said = failing_workers(tmp_path / "log", "waiting", str(int(number)))
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 75), said
+    folder = data_root / "two" / STAGE.name
+    assert len(contents(folder)) in {1, 2}, "each worker makes one"
+    _, alive = psutil.wait_procs(workers_of(data_root), timeout=600)
     assert not alive
-    driver = start("run=two", *settings)
-    _, said = driver.communicate(timeout=900)
-    assert driver.returncode == 0, said.decode()
-    assert contents(data_root / "two" / STAGE.name) == whole
+    assert contents(run_stage(STAGE, load_config(CONFIG, REAL), body)) == whole

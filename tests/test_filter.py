@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_stage_crash import die_at
+from dying import die_at, fork
 from test_traces import is_same
 from toy_traces import TINY, rows_of, run_filter, trace, write_traces
 
@@ -144,20 +144,16 @@ def test_a_bench_setting_that_changes_no_prompt_leaves_the_rows_valid(data_root:
         run_stage(STAGE, load_config(TINY, ["bench_engine.prompts.0.limit=5"]), body)
 
 
-def run_in_child(event_number: int | None, root: Path) -> bool:
+def run_in_child(event_number: int, root: Path) -> bool:
     """Whether a run of the stage in a forked process was killed, as asked, at its n-th file operation."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            if event_number is not None:
-                die_at(event_number, root)
-            run_stage(STAGE, load_config(TINY), body)
-        finally:
-            os._exit(0 if manifest.read(root / "tiny" / "02_filter") else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    def child() -> None:
+        die_at(event_number, root)
+        run_stage(STAGE, load_config(TINY), body)
+
+    code = fork(child)
+    assert code in {0, -signal.SIGKILL}
+    return code != 0
 
 
 def killed_and_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: int) -> None:

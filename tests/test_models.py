@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import shutil
-import time
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,15 +172,23 @@ def test_a_failed_making_leaves_nothing_and_a_full_disk_is_said(data_root: Path)
     assert [path.name for path in (data_root / "models").iterdir()] == [".some-model.lock"]
 
 
-def test_who_wants_the_same_model_waits_for_the_one_that_makes_it(data_root: Path) -> None:
+def test_who_wants_the_same_model_waits_for_the_one_that_makes_it(
+    data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads stand for processes: the lock belongs to the open file, not to the process."""
-    made = []
+    made, asked, flock = [], threading.Semaphore(0), fcntl.flock
+
+    def counted(*arguments: Any) -> None:
+        asked.release()
+        flock(*arguments)
 
     def make(folder: Path) -> None:
         made.append(folder)
-        time.sleep(0.3)
+        if len(made) == 1:
+            assert all(asked.acquire(timeout=60) for _ in range(3)), "the others did not ask for the lock"
         (folder / "part").write_bytes(b"x")
 
+    monkeypatch.setattr(fcntl, "flock", counted)
     with ThreadPoolExecutor(3) as pool:
         folders = list(pool.map(lambda _: local_models.make_once("some-model", make), range(3)))
     assert len(made) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import slurm_accounting
 import slurm_cluster
 from slurm_cluster import Cluster
-from slurm_site import Site, gpus_in_use, wait_for
+from slurm_site import Site, most_gpus_at_once, wait_for
 
 from slurm import client
 
@@ -83,11 +82,8 @@ def test_where_the_site_has_a_qos_it_holds_the_cap(site: Site, accounted: Cluste
         assert done.returncode == 0, done.stderr
         jobs += json.loads((site.checkout / "logs" / name / "jobs.json").read_text())["jobs"]
     assert [job["behind"] for job in jobs] == [[]] * 2
-    used = []
-    while accounted.run("squeue", "-h"):
-        used.append(gpus_in_use(accounted))
-        time.sleep(0.2)
-    assert max(used) == 2
+    wait_for(lambda: not accounted.run("squeue", "-h"), trace=site.trace)
+    assert most_gpus_at_once(accounted, jobs) == 2
     for name in ("one", "two"):
         assert (site.archive / name / "01_gen_traces" / "done.json").is_file(), site.trace()
 

@@ -1,22 +1,21 @@
-"""kill -9 at every file operation of a stage, and at random moments: always resumable, always the same bytes."""
+"""kill -9 at every file operation of a stage, and at random calls: always resumable, always the same bytes."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from dying import die_at, fork
-from toy_stage import STAGE, TINY, UNITS, ToyBody, expected_outputs, outputs, toy_config, unit_name
+from dying import calls_from_now, die_at, die_at_call, fork
+from toy_stage import STAGE, UNITS, ToyBody, expected_outputs, outputs, toy_config, unit_name
 
 from pipeline import manifest
-from pipeline.stage import run_stage
+from pipeline.stage import StageContext, run_stage
 
-ROOT = TINY.parent.parent
 MOST_FILE_EVENTS = 200
 
 
@@ -72,30 +71,50 @@ def test_killed_at_every_file_operation_again_and_again(tmp_path: Path, monkeypa
     assert outputs(tmp_path / "tiny" / "01_toy") == expected_outputs()
 
 
-def test_killed_from_outside_at_random_moments(data_root: Path) -> None:
-    """kill -9 to a real process in a loop; the result is byte for byte that of a run left alone."""
-    units = 12
-    environment = {**os.environ, "TOY_SLEEP": "0.01", "TOY_UNITS": str(units), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests" / "toy_stage.py"), "--config", str(TINY)]
-    rng = random.Random(1)
-    kills = 0
-    for _ in range(40):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        try:
-            process.communicate(timeout=rng.uniform(0.1, 0.35))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            kills += 1
-        else:
-            assert process.returncode == 0
-            break
-    else:
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+def calls_of_a_unit() -> int:
+    at: list[int] = []
+    count = None
+
+    def before_unit(ctx: StageContext, number: int) -> None:
+        nonlocal count
+        count = count or calls_from_now()
+        at.append(count())
+
+    try:
+        run_stage(STAGE, toy_config("run=counted"), ToyBody(before_unit))
+    finally:
+        sys.setprofile(None)
+    return at[2] - at[1]
+
+
+def test_killed_at_random_calls(data_root: Path) -> None:
+    """Amid the first three units of each run, between two file operations too; the result is byte for byte that of a
+    run left alone."""
+    units, calls, rng = 12, calls_of_a_unit(), random.Random(1)
     folder = data_root / "tiny" / "01_toy"
-    assert kills
-    assert outputs(folder) == expected_outputs(units=units)
-    done = manifest.read(folder)
-    assert done is not None
-    assert {record.name for record in manifest.file_records(done)} == {unit_name(number) for number in range(units)}
-    assert manifest.damaged(folder, manifest.file_records(done), rehash=True) == []
+    for _ in range(5):
+        kills = 0
+        while killed_amid_units(int(rng.uniform(0, 3) * calls), units):
+            kills += 1
+            assert kills < 1000
+        assert kills >= units // 3
+        assert outputs(folder) == expected_outputs(units=units)
+        done = manifest.read(folder)
+        assert done is not None
+        assert {record.name for record in manifest.file_records(done)} == {unit_name(number) for number in range(units)}
+        assert manifest.damaged(folder, manifest.file_records(done), rehash=True) == []
+        shutil.rmtree(folder)
+
+
+def killed_amid_units(moment: int, units: int) -> bool:
+    """Whether a forked run had units to make: it is killed at this call of the making."""
+
+    def before_unit(ctx: StageContext, number: int) -> None:
+        if not begun:
+            begun.append(number)
+            die_at_call(moment + 1)
+
+    begun: list[int] = []
+    code = fork(lambda: run_stage(STAGE, toy_config(), ToyBody(before_unit, units)))
+    assert code in {0, -signal.SIGKILL}
+    return code != 0

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dying import fork, signal_amid_unit
 
 from data.common import Skipped, TraceRecord, check_record, encode_prompt, stable_seed
 from data.gen_traces import STAGE, body
@@ -23,7 +23,7 @@ from data.items import interleave
 from data.shards import read_notes, read_shard, write_shard
 from pipeline.config import load_config
 from pipeline.models import load_target, load_tokenizer
-from pipeline.stage import run_stage
+from pipeline.stage import run_stage, stage_main
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.yaml"
@@ -227,30 +227,22 @@ def test_a_run_that_can_make_nothing_is_an_error(data_root: Path, tmp_path: Path
         run("run=long", f'traces.prompts=[{{name: own, source: "jsonl:{source}", limit: 9}}]')
 
 
-def command(*overrides: str) -> list[str]:
-    options = [option for override in overrides for option in ("--set", override)]
-    return [sys.executable, "-m", "data.gen_traces", "--config", str(CONFIG), *options]
-
-
-def wait_for_shard(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
-    while process.poll() is None and len(shards(folder)) < count:
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_interrupted_run_ends_with_the_bytes_of_a_whole_one(data_root: Path, number: signal.Signals) -> None:
     """Killed inside a shard and started again; the capacity of the cache, the seeds and the slots must not
     know."""
     settings = ("traces.shard_size=1", "traces.max_tokens=40")
     whole = contents(run("run=whole", *settings))
-    process = subprocess.Popen(command("run=cut", *settings), cwd=ROOT, stderr=subprocess.PIPE)
+    options = [option for override in ("run=cut", *settings) for option in ("--set", override)]
+
+    def interrupted() -> int:
+        signal_amid_unit(2, number)
+        return stage_main(STAGE, body, ["--config", str(CONFIG), *options])
+
+    assert fork(interrupted) == (-signal.SIGKILL if number == signal.SIGKILL else 75)
     folder = data_root / "cut" / STAGE.name
-    wait_for_shard(process, folder, 2)
-    process.send_signal(number)
-    process.communicate(timeout=600)
-    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 75)
-    kept = {path: path.stat().st_mtime_ns for path in shards(folder)[:-1]}  # the last may not be on record yet
-    assert 1 <= len(kept) < 5
+    kept = {path: path.stat().st_mtime_ns for path in shards(folder)}
+    assert len(kept) == 2
     assert not (folder / "done.json").exists()
     assert contents(run("run=cut", *settings)) == whole
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,16 +153,14 @@ def test_both_backends_make_the_same_record(data_root: Path, target: str) -> Non
 @pytest.mark.slow
 def test_finished_shards_do_not_change_when_vllm_is_killed(data_root: Path, target: str) -> None:
     pytest.importorskip("vllm")
-    settings = (target, "run=k", "traces.backend=vllm", "traces.max_tokens=100", "traces.shard_size=1")
-    process = subprocess.Popen(command(*settings), cwd=ROOT, stderr=subprocess.PIPE)
+    settings = (target, "run=k", "traces.backend=vllm", "traces.max_tokens=20", "traces.shard_size=1")
+    killing = [sys.executable, "-m", "tests.killed_amid_unit", "2", str(int(signal.SIGKILL))]
+    killed = subprocess.run([*killing, *command(*settings)[2:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = data_root / "k" / STAGE.name
-    while process.poll() is None and len(list(folder.glob("shard-*"))) < 2:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=600)
     listed = (folder / "progress.jsonl").read_text().splitlines()[1:]
     kept = {json.loads(line)["name"]: json.loads(line)["sha256"] for line in listed}
-    assert 1 <= len(kept) < 6
+    assert len(kept) == 2
     done = subprocess.run(command(*settings), cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert f"{len(kept)} finished files kept" in done.stderr

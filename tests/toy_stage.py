@@ -74,14 +74,13 @@ def expected_outputs(seed: int = 0, units: int = UNITS) -> dict[str, bytes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The toy stage as a program; TOY_SLEEP seconds before each unit, TOY_UNITS units."""
+    """The toy stage as a program; TOY_SLEEP seconds before each unit."""
     import time
 
     from pipeline.stage import stage_main
 
     sleep = float(os.environ.get("TOY_SLEEP", "0"))
-    body = ToyBody(lambda ctx, number: time.sleep(sleep), units=int(os.environ.get("TOY_UNITS", UNITS)))
-    return stage_main(STAGE, body, argv)
+    return stage_main(STAGE, ToyBody(lambda ctx, number: time.sleep(sleep)), argv)
 
 
 if __name__ == "__main__":
