@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.tables import speed_table, to_text
+from pipeline.results import read_result
 from tests.test_project import ROOT, python_files
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,3 +79,22 @@ def test_the_number_of_planted_faults_is_the_suites() -> None:
     assert len(DRAFT) == 9
     assert "Nine more are faults of the draft only" in text
     assert f"{len(LAW)} planted faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_demos_tables_are_those_of_its_result() -> None:
+    """Speeds of README's table, whose last columns are cut off, and the commit that it names."""
+    result = read_result(ROOT / "results" / "demo_cpu.json")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"one run of commit {result['git'][:7]}," in text
+    table = to_text(speed_table(result)).splitlines()
+    assert len(table) > 10
+    shown = [line.strip() for line in text.splitlines() if line.startswith("    ") and len(line) > 60]
+    missing = [line for line in table if not any(line.startswith(each) for each in shown)]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_result_files_that_are_named_are_there(path: Path) -> None:
+    names = set(re.findall(r"results/\w+\.json", path.read_text(encoding="utf-8")))
+    made_elsewhere = {name for name in names if f"--out {name}" in path.read_text(encoding="utf-8")}
+    assert not [name for name in names - made_elsewhere if not (ROOT / name).is_file()]
