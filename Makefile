@@ -12,7 +12,7 @@ ONE_RUN := $(if $(filter default undefined file,$(origin CONFIG)),,--config $(CO
 
 # The stamp's name is a checksum of all that decides what .venv holds; it is written last.
 VENV_INPUTS := $(sort $(wildcard requirements*.txt)) scripts/make_venv.sh
-VENV_KEY := $(shell { cat $(VENV_INPUTS); $(PYTHON) --version; nvidia-smi -L; } 2>/dev/null | cksum | cut -d' ' -f1)
+VENV_KEY := $(shell { cat $(VENV_INPUTS); $(PYTHON) --version; scripts/venv_kind.sh; } 2>/dev/null | cksum | cut -d' ' -f1)
 STAMP := .venv/.ready-$(VENV_KEY)
 
 BIN := .venv/bin
@@ -21,7 +21,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## decode a real small model on this machine, with and without speculation: table and gates
 	@scripts/run_pipeline.sh --local --config configs/demo.yaml

@@ -130,11 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "--compare" in argv:
         return report_compare.main(argv)
-    code = page_main(argv, render=render, out_name=OUT, prog="bench.report")
     arguments, _ = _parser("bench.report", OUT).parse_known_args(argv)
-    if code == 0 and arguments.config:
-        folder = data_root() / load_config(arguments.config).run
-        print(write_report(read_run(folder), folder / HTML)[0])
+    folder = Path()
+    try:
+        folder = data_root() / load_config(arguments.config).run if arguments.config else folder
+        run = read_run(folder) if arguments.config else None
+    except ValueError as error:
+        print(f"bench.report: {error}", file=sys.stderr)
+        return 2
+    code = page_main(argv, render=render, out_name=OUT, prog="bench.report")
+    if code == 0 and run is not None:
+        print(write_report(run, folder / HTML)[0])
     return code
 
 

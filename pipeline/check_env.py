@@ -126,7 +126,7 @@ def check_hf_home() -> Finding:
 
 
 def check_prompts(config: Config) -> Finding:
-    """Packages and files that the config's prompt sources need."""
+    """Packages, files and variables that the config's prompt sources need."""
     missing = []
     serving = config.bench_vllm.prompts if config.bench_vllm else ()
     sources = (*config.traces.prompts, *config.bench_draft.prompts, *config.bench_engine.prompts, *serving)
@@ -209,7 +209,7 @@ def _missing_file(source: str) -> list[str]:
     try:
         path = expand_env(source)
     except ValueError as problem:
-        return [str(problem)]
+        return [str(problem).removeprefix(f"{source}: ")]  # once for all files that it names
     return [] if Path(path).is_file() else [f"the file {path}"]
 
 

@@ -267,7 +267,7 @@ def expand_env(text: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
         if name not in os.environ:
-            raise ValueError(f"{text}: the environment variable {name} is not set; set it in env.sh and source that")
+            raise ValueError(f"{text}: the environment variable {name} is not set; set it in env.sh")
         return os.environ[name]
 
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)

@@ -161,6 +161,11 @@ def _snapshot(name: str, local: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=local))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        if "gated" in f"{type(error).__name__} {error}".lower():
+            raise ValueError(
+                f"model {name} is gated on the hub ({reason}); ask for access on its page, then log in "
+                "(`hf auth login`, or HF_TOKEN) on every machine that loads it, or fill HF_HOME on one that all see"
+            ) from error
         raise ValueError(
             f"model {name} cannot be fetched from the hub ({reason}); expected a network and an existing id, "
             "or the model in HF_HOME, or a local folder as the name"

@@ -86,7 +86,7 @@ def data_root() -> Path:
     """$SPEC_DATA_ROOT. ValueError when it is not set, is not a folder or cannot be written to."""
     text = os.environ.get("SPEC_DATA_ROOT", "")
     if not text:
-        raise ValueError("SPEC_DATA_ROOT is not set; copy env.sh.example to env.sh, edit it and source it")
+        raise ValueError("SPEC_DATA_ROOT is not set; copy env.sh.example to env.sh and edit it, or export it")
     if not Path(text).is_dir():
         raise ValueError(f"SPEC_DATA_ROOT: got {text}, expected a folder that exists; create it or correct env.sh")
     if not os.access(text, os.W_OK | os.X_OK):

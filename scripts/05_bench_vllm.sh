@@ -8,6 +8,10 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 if [[ "${1:-}" == --speed ]]; then
   shift
+  if [ $# -eq 0 ]; then
+    echo "05_bench_vllm.sh: --speed needs a folder with the two models' configs, and --out a file for the result" >&2
+    exit 2
+  fi
   exec "$SPEC_PYTHON" -P -m bench.vllm_speed --shapes "$@"
 fi
 exec "$SPEC_PYTHON" -P -m bench.bench_serving "$@"

@@ -3,6 +3,8 @@
 # from any folder, so that a relative path on the command line means what it says.
 SPEC_CHECKOUT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+export USER="${USER:-$(id -un)}" # not set everywhere, and env.sh names it
+
 if [ -f "$SPEC_CHECKOUT/env.sh" ]; then
     set -a
     # shellcheck source=/dev/null

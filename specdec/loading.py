@@ -2,6 +2,7 @@
 
 import logging
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -96,11 +97,25 @@ def tokenizer_of(source: Source) -> Any:
     """None where there is none: transformers then makes one with an empty vocabulary. ValueError without a model."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _not_loadable(source, error) from error
     return tokenizer if len(tokenizer.get_vocab()) > 1 else None
 
 
 def _not_loadable(source: Source, error: Exception) -> ValueError:
-    reason = str(error).strip().split("\n")[0]
-    return ValueError(f"cannot load {str(source)!r}: {reason} Expected a local folder with a model, or a hub id")
+    return ValueError(f"cannot load {str(source)!r}: {why_not_loadable(str(source), error)}")
+
+
+def why_not_loadable(source: str, error: Exception) -> str:
+    """What transformers said of a model that is not there, and the way out."""
+    reason = str(error).strip().split("\n")[0].rstrip(".:")
+    if "gated" in str(error):
+        return f"{reason}. Ask for access on the model's page of the hub, then log in (`hf auth login`, or HF_TOKEN)"
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_local and not Path(source).is_dir():
+        return "no such folder; a path is seen from where the command is started"
+    if looks_local:
+        return (
+            f"{reason}. Expected a model in that folder: config.json, weights and tokenizer as transformers saves them"
+        )
+    return f"{reason}. Expected a local folder with a model, or a hub id and a network (or the model in HF_HOME)"

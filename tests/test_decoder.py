@@ -25,6 +25,7 @@ from specdec import Generation, NgramDrafter, SpecDecoder, SuffixDrafter
 from specdec.__main__ import main
 from specdec.controller import Adaptive
 from specdec.listeners import Listeners
+from specdec.loading import why_not_loadable
 from specdec.pruned import prune_head, save_pruned
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -386,12 +387,20 @@ def test_command_line_prints_text_colours_and_statistics(folders, capsys) -> Non
     assert "the same text" in statistics
 
 
+def test_what_to_do_about_a_model_that_is_gated_or_not_there() -> None:
+    gated = OSError("You are trying to access a gated repo.\nMake sure to have access to it at ...")
+    assert why_not_loadable("meta-llama/Llama-3.1-8B", gated).endswith("then log in (`hf auth login`, or HF_TOKEN)")
+    offline = OSError("We couldn't connect, and couldn't find them in the cached files.\nCheck your connection")
+    assert "in the cached files. Expected a local folder with a model, or a hub id" in why_not_loadable("a/b", offline)
+
+
 def test_command_line_refuses_bad_arguments(folders, capsys, tmp_path) -> None:
     target = str(folders["target"])
     for args, words in (
-        (["--target", str(tmp_path / "nowhere"), "x"], "cannot load"),
+        (["--target", str(tmp_path / "nowhere"), "x"], "no such folder; a path is seen from where"),
+        (["--target", str(tmp_path), "x"], "Expected a model in that folder"),
         (["--target", target, "--temperature", "-1", "x"], "temperature is -1.0"),
-        (["--target", target, "--draft", "ngram", "--k", "-2", "x"], "k is -2"),
+        (["--target", target, "--draft", "ngram", "--k", "-2", "x"], "k is -2; expected a whole number from 0 on"),
         (["--target", target, "--max-tokens", "4000", "x"], "capacity"),
     ):
         code, _, err = run_main(capsys, *args)

@@ -172,6 +172,18 @@ def test_a_failed_making_leaves_nothing_and_a_full_disk_is_said(data_root: Path)
     assert [path.name for path in (data_root / "models").iterdir()] == [".some-model.lock"]
 
 
+def test_a_gated_model_names_the_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GatedRepoError(OSError):
+        """By the name of the hub's, which asks for a whole response."""
+
+    def refuse(*_: object, **__: object) -> str:
+        raise GatedRepoError("403 Client Error")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"model meta-llama/x is gated on the hub .*; ask for access .*hf auth login"):
+        models.resolve("meta-llama/x")
+
+
 def test_who_wants_the_same_model_waits_for_the_one_that_makes_it(
     data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

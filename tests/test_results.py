@@ -182,6 +182,14 @@ def test_what_force_moved_aside_is_no_part_of_a_run(data_root: Path, capsys: pyt
     assert list(read_run(run).results) == ["04_bench_engine/result.json"]
 
 
+def test_report_of_a_run_without_results_says_so_and_writes_nothing(
+    data_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main(["--config", str(ROOT / "configs" / "tiny.yaml")]) == 2
+    assert "no stage has a result.json there" in capsys.readouterr().err
+    assert not list(data_root.rglob("*"))
+
+
 def test_report_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([]) == 2
     assert "--results" in capsys.readouterr().err

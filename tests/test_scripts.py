@@ -250,6 +250,58 @@ def test_make_venv_leaves_no_stamp_when_the_installation_fails(
     assert not (checkout / ".venv" / ".ready-1").exists()
 
 
+def venv_kind(checkout: Path) -> subprocess.CompletedProcess[str]:
+    return bash(checkout / "scripts" / "venv_kind.sh")
+
+
+def test_what_the_environment_is_for(checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A login node has no GPU, its jobs do: env.sh says it, so that every node sees the same."""
+    (tmp_path / "bin").mkdir()
+    smi = tmp_path / "bin" / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
+    for code, kind in ((1, "cpu"), (0, "gpu")):
+        smi.write_text(f"#!/bin/sh\nexit {code}\n")
+        smi.chmod(0o755)
+        assert venv_kind(checkout).stdout == f"{kind}\n"
+    monkeypatch.delenv("USER", raising=False)
+    (checkout / "env.sh").write_text('export X="/local/$USER" SPEC_VENV="${SPEC_VENV:-cpu}"\n')
+    assert venv_kind(checkout).stdout == "cpu\n"
+    monkeypatch.setenv("SPEC_VENV", "tpu")
+    refused = venv_kind(checkout)
+    assert refused.returncode == 2
+    assert "SPEC_VENV: got 'tpu', expected gpu or cpu" in refused.stderr
+
+
+def test_make_venv_for_gpus_on_a_node_without_one(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_VENV", "gpu")
+    done, calls = fake_install(checkout, monkeypatch, fail="")
+    assert done.returncode == 0, done.stderr
+    assert calls == ["install -r requirements-gpu.txt"]
+
+
+def test_the_sites_example_is_read_where_user_is_not_set(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USER", raising=False)
+    shutil.copy(ROOT / "env.sh.example", checkout / "env.sh")
+    done = bash(checkout / "scripts" / "run_pipeline.sh", "--from", "06", "--config", "my.yaml")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"06_profile got .* root=/local/\w+/specdec", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (("slurm/jobs.sh", "--help"), 0, "log STAGE    the end of a stage's log"),
+        (("slurm/jobs.sh", "log"), 2, "log needs a stage: jobs.sh log 03"),
+        (("slurm/jobs.sh", "logs"), 2, "unknown 'logs' (known: status, cancel, log STAGE, scratch)"),
+        (("scripts/05_bench_vllm.sh", "--speed"), 2, "--speed needs a folder"),
+    ],
+)
+def test_scripts_say_what_they_take(arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = bash(ROOT / arguments[0], *arguments[1:])
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
 # check_env
 
 
@@ -337,7 +389,9 @@ def test_check_env_names_an_unknown_config_key(tmp_path: Path) -> None:
 
 def test_check_env_names_a_missing_prompt_file_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "traces.prompts.0.source=jsonl:$SPEC_PROMPTS/a.jsonl"
-    assert "SPEC_PROMPTS is not set" in check_env.check_prompts(load_config(TINY, [source])).found
+    second = "bench_engine.prompts.0.source=jsonl:$SPEC_PROMPTS/b.jsonl"
+    found = check_env.check_prompts(load_config(TINY, [source, second])).found
+    assert found == "the environment variable SPEC_PROMPTS is not set; set it in env.sh"
     monkeypatch.setenv("SPEC_PROMPTS", str(tmp_path))
     assert f"the file {tmp_path}/a.jsonl" in check_env.check_prompts(load_config(TINY, [source])).found
     (tmp_path / "a.jsonl").touch()

@@ -6,7 +6,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from toy_stage import STAGE, ToyBody, toy_config
@@ -15,7 +18,7 @@ from pipeline import files, site, stages
 from pipeline.config import load_config
 from pipeline.config_slurm import JOB_STAGES
 from pipeline.stage import StageStopped, run_stage
-from slurm import client, plan, record, scratch
+from slurm import client, plan, record, scratch, submit
 from slurm.client import SlurmError
 from slurm.facts import given_facts
 from slurm.progress import progress
@@ -253,3 +256,29 @@ def test_a_qos_limit_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.qos_gpu_limit("spec") == 2
     answers(monkeypatch, lambda command: "\n")
     assert client.qos_gpu_limit("spec") is None
+
+
+# what submit.sh looks at before it submits
+
+
+def test_prompts_that_are_not_there_are_named_before_anything_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPEC_PROMPTS", raising=False)
+    config = load_config(TINY, ["traces.prompts.0.source=jsonl:$SPEC_PROMPTS/a.jsonl"])
+    request = submit.Request(
+        config=config, config_path=TINY, checkout=ROOT, stages=(), after=None, force=False, dry_run=False
+    )
+    with pytest.raises(ValueError, match=r"tiny.yaml: prompts need what is not here: .*SPEC_PROMPTS is not set"):
+        submit.check_prompts(request)
+    submit.check_prompts(replace(request, config=load_config(TINY)))
+
+
+@pytest.mark.parametrize(
+    "version, gpus, warned", [("2.13.0+cpu", 1, True), ("2.13.0+cpu", 0, False), ("2.11.0", 1, False)]
+)
+def test_jobs_that_ask_for_gpus_with_a_cpu_build_are_warned_of(
+    version: str, gpus: int, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit, "package_version", lambda name: version)
+    scripts: Any = [SimpleNamespace(asked=SimpleNamespace(all_gpus=gpus))]
+    submit.warn_of_cpu_build(scripts)
+    assert ("set SPEC_VENV=gpu in env.sh" in capsys.readouterr().err) == warned

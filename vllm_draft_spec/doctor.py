@@ -56,7 +56,9 @@ class Model:
         try:
             config = AutoConfig.from_pretrained(name).get_text_config()
         except (OSError, ValueError) as error:
-            raise ValueError(f"{name}: no model with a configuration there ({str(error).splitlines()[0]})") from error
+            from specdec.loading import why_not_loadable
+
+            raise ValueError(f"{name}: no model with a configuration there: {why_not_loadable(name, error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError):
