@@ -197,6 +197,9 @@ def _torch_dtype(name: str) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Print the folder of the model that is named."""
+    if argv in (["-h"], ["--help"]):
+        print("usage: python -m pipeline.models NAME\n\nMakes or fetches a config's model and prints its folder.")
+        return 0
     try:
         if len(argv) != 1:
             raise ValueError(f"got {len(argv)} names, expected one: python -m pipeline.models NAME")

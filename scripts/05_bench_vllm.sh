@@ -14,4 +14,7 @@ if [[ "${1:-}" == --speed ]]; then
   fi
   exec "$SPEC_PYTHON" -P -m bench.vllm_speed --shapes "$@"
 fi
+case "${1:-}" in
+  -h | --help) sed -n 's/^# \{0,1\}//; 2,5p' "${BASH_SOURCE[0]}" ;;
+esac
 exec "$SPEC_PYTHON" -P -m bench.bench_serving "$@"

@@ -294,6 +294,7 @@ def test_the_sites_example_is_read_where_user_is_not_set(checkout: Path, monkeyp
         (("slurm/jobs.sh", "log"), 2, "log needs a stage: jobs.sh log 03"),
         (("slurm/jobs.sh", "logs"), 2, "unknown 'logs' (known: status, cancel, log STAGE, scratch)"),
         (("scripts/05_bench_vllm.sh", "--speed"), 2, "--speed needs a folder"),
+        (("scripts/05_bench_vllm.sh", "--help"), 0, "--smoke   the bring-up checkpoints alone"),
     ],
 )
 def test_scripts_say_what_they_take(arguments: tuple[str, ...], code: int, said: str) -> None:

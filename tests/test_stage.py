@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy_stage import (
@@ -460,3 +461,21 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 def test_durations_in_words() -> None:
     assert [duration(s) for s in (5, 185, 7800)] == ["5 s", "3 min 05 s", "2 h 10 min"]
+
+
+def test_a_stage_that_failed_before_its_first_unit_takes_other_settings(data_root: Path) -> None:
+    """A wrong path is corrected and the stage started again: nothing is there that --force would have to move."""
+
+    def fail(ctx: Any, number: int) -> None:
+        if number == at:
+            raise ValueError("no such folder")
+
+    at = 0
+    with pytest.raises(ValueError, match="no such folder"):
+        run_stage(STAGE, toy_config("traces.seed=1"), ToyBody(fail))
+    run_stage(STAGE, toy_config("traces.seed=2"), ToyBody())
+    at = 1
+    with pytest.raises(ValueError, match="no such folder"):
+        run_stage(STAGE, toy_config("run=second", "traces.seed=1"), ToyBody(fail))
+    with pytest.raises(StaleError, match="holds unfinished work made from other settings"):
+        run_stage(STAGE, toy_config("run=second", "traces.seed=2"), ToyBody())
