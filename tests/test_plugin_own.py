@@ -153,40 +153,6 @@ def seen_by_draft(prompt: list[int], text: list[int], sinks: int, recent: int) -
     return [whole[i] for i in at], at
 
 
-LAW_VOCAB, DEPTH, SAMPLES = 8, 3, 3000
-LAW_PROMPT = (1, 5, 2, 7, 3, 3, 0)
-
-
-def test_sampled_text_follows_the_targets_law(engines: SimpleNamespace, tmp_path: Path) -> None:
-    """Joint law of the first three tokens at temperature 1; k moves between 0 and 3 while they are drawn."""
-    target = plugin_vllm.make_model(LAW_VOCAB)
-    draft = noisy_copy(target, noise=0.3, seed=2)
-    names = [plugin_vllm.saved(model, tmp_path / name) for model, name in ((target, "target"), (draft, "draft"))]
-    options: dict[str, Any] = {"max_num_seqs": 128, "max_model_len": 64, "max_num_batched_tokens": 160}
-    engine = plugin_vllm.make_engine(*names, additional_config=OWN, **options)
-    set_lengths(engine, (2, 0, 3, 1, 0, 0))
-    with counted(engine) as grown:
-        sampled = params(temperature=1.0, max_tokens=DEPTH + 2)
-        completions = ids(generate(engine, [LAW_PROMPT] * SAMPLES, sampled))
-    law = enumerate_law(Oracle(target), LAW_PROMPT, SamplingParams(max_tokens=DEPTH + 2, temperature=1.0), DEPTH)
-    seen = check_law(count_cells(completions, LAW_VOCAB, DEPTH), law, seed=0)
-    assert seen.impossible == 0
-    assert seen.tv_ok, seen
-    assert seen.p_value > 1e-5, seen
-    assert 0.1 * grown.drafted < grown.accepted < 0.9 * grown.drafted, "both outcomes of the rule must occur"
-
-
-def test_random_weights_for_a_measurement(engines: SimpleNamespace) -> None:
-    """load_format dummy: both models are made from their configs."""
-    engine = plugin_vllm.make_engine(
-        engines.target, engines.target, additional_config=OWN, load_format="dummy", max_model_len=LIMIT
-    )
-    set_lengths(engine, (3,))
-    with counted(engine) as grown:
-        assert all(len(text) == 20 for text in ids(generate(engine, prompts(5, 9, seed=91), params(max_tokens=20))))
-    assert grown.drafted > 10
-
-
 def test_a_spoilt_cache_is_read_again(
     engines: SimpleNamespace, plugin_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +192,40 @@ def test_spoilt_weights_leave_a_row_to_the_target(engines: SimpleNamespace, tmp_
         same(engines, engine, [whole], params(max_tokens=20))
     assert grown.accepted == grown.drafted > 10, "its slot held NaN before"
     assert plugin_vllm.runner(engine).drafter.failures.met
+
+
+LAW_VOCAB, DEPTH, SAMPLES = 8, 3, 3000
+LAW_PROMPT = (1, 5, 2, 7, 3, 3, 0)
+
+
+def test_sampled_text_follows_the_targets_law(engines: SimpleNamespace, tmp_path: Path) -> None:
+    """Joint law of the first three tokens at temperature 1; k moves between 0 and 3 while they are drawn."""
+    target = plugin_vllm.make_model(LAW_VOCAB)
+    draft = noisy_copy(target, noise=0.3, seed=2)
+    names = [plugin_vllm.saved(model, tmp_path / name) for model, name in ((target, "target"), (draft, "draft"))]
+    options: dict[str, Any] = {"max_num_seqs": 128, "max_model_len": 64, "max_num_batched_tokens": 160}
+    engine = plugin_vllm.make_engine(*names, additional_config=OWN, **options)
+    set_lengths(engine, (2, 0, 3, 1, 0, 0))
+    with counted(engine) as grown:
+        sampled = params(temperature=1.0, max_tokens=DEPTH + 2)
+        completions = ids(generate(engine, [LAW_PROMPT] * SAMPLES, sampled))
+    law = enumerate_law(Oracle(target), LAW_PROMPT, SamplingParams(max_tokens=DEPTH + 2, temperature=1.0), DEPTH)
+    seen = check_law(count_cells(completions, LAW_VOCAB, DEPTH), law, seed=0)
+    assert seen.impossible == 0
+    assert seen.tv_ok, seen
+    assert seen.p_value > 1e-5, seen
+    assert 0.1 * grown.drafted < grown.accepted < 0.9 * grown.drafted, "both outcomes of the rule must occur"
+
+
+def test_random_weights_for_a_measurement(engines: SimpleNamespace) -> None:
+    """load_format dummy: both models are made from their configs."""
+    engine = plugin_vllm.make_engine(
+        engines.target, engines.target, additional_config=OWN, load_format="dummy", max_model_len=LIMIT
+    )
+    set_lengths(engine, (3,))
+    with counted(engine) as grown:
+        assert all(len(text) == 20 for text in ids(generate(engine, prompts(5, 9, seed=91), params(max_tokens=20))))
+    assert grown.drafted > 10
 
 
 def test_a_pruned_head_drafts(engines: SimpleNamespace, tmp_path: Path) -> None:
