@@ -86,6 +86,9 @@ def check_slurm() -> Finding:
 def check_data_root() -> Finding:
     """The folder that stages write to: there, writable, with room, and on a disk of this node."""
     item = "SPEC_DATA_ROOT"
+    given = os.environ.get(item)
+    if given and not Path(given).is_dir() and os.environ.get("SPEC_ARCHIVE_ROOT") and shutil.which("sbatch"):
+        return note(item, f"{given} is not on this node", "jobs make it on theirs; here no stage can run")
     try:
         path = stage.data_root()
     except ValueError as problem:

@@ -242,7 +242,8 @@ def _run_body(
     free = shutil.disk_usage(folder.parent).free
     if free < stage.free_bytes:
         raise DiskError(
-            f"{free >> 20} MiB free under {folder.parent}, {stage.name} needs {stage.free_bytes >> 20} MiB to start"
+            f"{free >> 20} MiB free under {folder.parent}, {stage.name} needs {stage.free_bytes >> 20} MiB to start: "
+            "free some, or set SPEC_DATA_ROOT to another disk"
         )
     units = _open_ledger(stage, folder, wanted)
     began = time.monotonic()

@@ -318,6 +318,21 @@ def test_check_env_without_a_data_root_is_an_error() -> None:
     )
 
 
+def test_check_env_on_a_login_node_expects_no_disk_of_the_jobs_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("SPEC_DATA_ROOT", str(tmp_path / "local"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert check_env.check_data_root().level == "error"
+    monkeypatch.setenv("SPEC_ARCHIVE_ROOT", str(tmp_path))
+    assert check_env.check_data_root().level == "error"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = check_env.check_data_root()
+    assert (found.level, found.cost) == ("note", "jobs make it on theirs; here no stage can run")
+
+
 def test_check_env_with_everything_in_place(data_root: Path) -> None:
     checked = run_check("--config", str(TINY))
     assert checked.returncode == 0, checked.stdout
