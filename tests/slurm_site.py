@@ -158,9 +158,16 @@ def gpus_in_use(cluster: Cluster, ending: bool = True) -> int:
 def most_gpus_at_once(cluster: Cluster, jobs: Sequence[Mapping[str, Any]]) -> int:
     """Of jobs of jobs.json that have ended: by the starts and ends that Slurm noted, to the second, so that nothing
     hangs on when a test looked."""
-    spans = []
-    for job in jobs:
-        text = cluster.run("scontrol", "-o", "show", "job", str(job["job"]))
-        start, end = (re.findall(rf"\b{name}=(\S+)", text)[0] for name in ("StartTime", "EndTime"))
-        spans.append((start, end, job["gpus"]))
+    spans = [(*_start_and_end(cluster, job["job"]), job["gpus"]) for job in jobs]
     return max(sum(gpus for start, end, gpus in spans if start <= moment < end) for moment, _, _ in spans)
+
+
+def _start_and_end(cluster: Cluster, job: int) -> tuple[str, str]:
+    if not cluster.accounted:
+        text = cluster.run("scontrol", "-o", "show", "job", str(job))
+        return re.findall(r"\bStartTime=(\S+)", text)[0], re.findall(r"\bEndTime=(\S+)", text)[0]
+    # whose controller forgets jobs after two seconds, and whose database learns of an end a little later
+    asked = ("sacct", "-X", "-n", "-P", "-o", "Start,End", "-j", str(job))
+    wait_for(lambda: "Unknown" not in (cluster.run(*asked) or "Unknown"))
+    start, end = cluster.run(*asked).strip().split("|")
+    return start, end
