@@ -80,8 +80,8 @@ PROMPT = (1, 5, 1, 5, 1)
 
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.slow)])
 def test_sampled_text_follows_the_exact_law(target: PreTrainedModel, drafter: Drafter, rule: str) -> None:
-    """The joint law of three tokens at N = 2,000 a case, five cases side by side, slots refilled."""
-    samples, oracle = 2_000, Oracle(target)
+    """The joint law of three tokens, five cases side by side, slots refilled."""
+    samples, oracle = (2_000 if rule == "block" else 1_250), Oracle(target)
     params = [
         SamplingParams(**{**vars(case), "max_tokens": 3, "seed": seed}) for seed in range(samples) for case in CASES
     ]
