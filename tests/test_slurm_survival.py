@@ -23,6 +23,37 @@ TRAIN = {
     "recipe": {"length": 256, "sequences": 2, "micro_batch": 1, "steps": STEPS, "lr": 5e-3, "checkpoint_every": 2},
     "heldout": 2,
 }
+# In its first job stage 01 waits for a preemption's signal after its fifth shard, stage 03 after the row of step 5.
+HELD_AT = 5
+HOLD = f"""\
+import os
+import sys
+import time
+
+words = " ".join(sys.orig_argv)
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and ("data.gen_traces" in words or "train.train_draft" in words):
+    from pipeline.context import StageContext, StopSignals
+    from train.metrics import MetricsLog
+
+    got, note, publish, write = [], StopSignals._note, StageContext.publish, MetricsLog.write
+
+    def noted(signals, *arguments):
+        got.append(arguments)
+        note(signals, *arguments)
+
+    def held_publish(ctx, *arguments, **options):
+        record = publish(ctx, *arguments, **options)
+        while len(ctx.shards) >= {HELD_AT} and not got:
+            time.sleep(0.1)
+        return record
+
+    def held_write(log, row):
+        write(log, row)
+        while row["step"] >= {HELD_AT} and not got:
+            time.sleep(0.1)
+
+    StopSignals._note, StageContext.publish, MetricsLog.write = noted, held_publish, held_write
+"""
 
 
 @pytest.fixture
@@ -102,13 +133,14 @@ def test_make_all_ends_with_a_report_and_gates_that_hold(plain: Site) -> None:
 
 def test_traces_preempted_in_the_middle_go_on_on_the_other_node(plain: Site, cleared: Cluster, tmp_path: Path) -> None:
     site = real_site(tmp_path / "site", cleared)
+    (site.checkout / "sitecustomize.py").write_text(HOLD)
     site.submit("01", SPEC_SLURM_PARTITION="low")
     partial = site.archive / "tiny" / ".01_gen_traces.partial" / "progress.jsonl"
-    wait_for(lambda: partial.is_file() and len(partial.read_text().splitlines()) > 3, trace=site.trace)
+    wait_for(lambda: partial.is_file() and len(partial.read_text().splitlines()) > HELD_AT, trace=site.trace)
     node = preempt(site, cleared, "01_gen_traces")
     finish_elsewhere(site, cleared, "01_gen_traces", node)
     kept = int(site.log("01_gen_traces").partition(" finished files taken over")[0].split()[-1])
-    assert 3 <= kept < 24
+    assert kept == HELD_AT
     assert hashes(site, "01_gen_traces") == hashes(plain, "01_gen_traces")
     assert len(hashes(site, "01_gen_traces")) == 24
     assert not partial.exists()
@@ -118,12 +150,14 @@ def test_training_preempted_in_the_middle_goes_on_on_the_other_node(
     plain: Site, cleared: Cluster, tmp_path: Path
 ) -> None:
     site = site_with_traces(tmp_path / "site", plain, cleared)
+    (site.checkout / "sitecustomize.py").write_text(HOLD)
     site.submit("01", "02", "03", SPEC_SLURM_PARTITION="low")
     wait_for(lambda: len(list(site.archive.glob("tiny/03*.work-*/sft/round-0/checkpoints/step-*"))), trace=site.trace)
     node = preempt(site, cleared, "03_train_draft")
     finish_elsewhere(site, cleared, "03_train_draft", node)
     log = site.log("03_train_draft")
-    assert "checkpoint at step" in log  # it stopped before its last step
+    [stopped] = re.findall(r"checkpoint at step (\d+)", log)
+    assert int(stopped) <= HELD_AT + 2, "at the latest the step it was held at, counted from 0, and the one at hand"
     assert losses(site) == losses(plain)
     assert len(losses(site)) == STEPS
     assert hashes(site, "03_train_draft") == hashes(plain, "03_train_draft")
