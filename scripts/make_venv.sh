@@ -17,6 +17,7 @@ if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 1
 fi
 
+kind=$(scripts/venv_kind.sh) # first: a mistake in env.sh must not cost the .venv that is there
 say "making .venv with $("$PYTHON" --version) (a few minutes, several GB)"
 rm -rf .venv
 if ! "$PYTHON" -m venv .venv; then
@@ -44,7 +45,6 @@ install_cpu_torch() {
     install --no-deps "$torch" 2>/dev/null || install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$torch"
 }
 
-kind=$(scripts/venv_kind.sh)
 if [ "$kind" = gpu ]; then
     say "for NVIDIA GPUs: installing vllm"
     install -r requirements-gpu.txt

@@ -279,6 +279,15 @@ def test_make_venv_for_gpus_on_a_node_without_one(checkout: Path, monkeypatch: p
     assert calls == ["install -r requirements-gpu.txt"]
 
 
+def test_a_mistake_in_the_sites_file_leaves_the_venv_there(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "calls").touch()
+    (checkout / "env.sh").write_text("SPEC_VENV=gup\n")
+    done, calls = fake_install(checkout, monkeypatch, fail="")
+    assert (done.returncode, calls) == (2, [])
+    assert "SPEC_VENV: got 'gup'" in done.stderr
+    assert (checkout / ".venv" / "half_finished").exists()
+
+
 def test_the_sites_example_is_read_where_user_is_not_set(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USER", raising=False)
     shutil.copy(ROOT / "env.sh.example", checkout / "env.sh")
