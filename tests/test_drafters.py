@@ -153,7 +153,7 @@ def test_confidence_stops_drafting_where_the_draft_is_unsure(target: PreTrainedM
     def drafted(min_confidence: float) -> tuple[int, float]:
         drafter = ModelDrafter(noisy_copy(target, noise=0.15, seed=3), min_confidence=min_confidence)
         engine = Engine(target, drafter, k=4, num_slots=4, capacity=128)
-        params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i) for i in range(8)]
+        params = [SamplingParams(max_tokens=40, temperature=1.0, seed=i) for i in range(8)]
         engine.generate([Request(prompt_ids=PROMPT, params=p) for p in params])
         return engine.stats.drafted, engine.stats.alpha
 

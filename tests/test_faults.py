@@ -80,7 +80,7 @@ def _far() -> tuple[Suite, list[Expected]]:
     """A draft that is often wrong (acceptance about 0.4): what happens at rejections shows."""
     target = tiny_model("qwen3", vocab=6, seed=1)
     draft = noisy_copy(target, noise=0.6, seed=2)
-    suite = Suite(name="far", target=target, draft=draft, ks=(3,), cases=_cases(), num_slots=300)
+    suite = Suite(name="far", target=target, draft=draft, ks=(3,), cases=_cases(), num_slots=600)
     return suite, expect(suite)
 
 
@@ -96,7 +96,7 @@ def _near() -> tuple[Suite, list[Expected]]:
         make_case(4, temperature=1.0, **shape),
         make_case(2, repetition_penalty=4.0, **shape),
     )
-    suite = Suite(name="near", target=target, draft=draft, ks=(2,), cases=cases, num_slots=300)
+    suite = Suite(name="near", target=target, draft=draft, ks=(2,), cases=cases, num_slots=600)
     return suite, expect(suite)
 
 
