@@ -7,7 +7,7 @@ than their sum.
 from collections.abc import Sequence
 from typing import Any
 
-from bench.kernel_groups import Work
+from bench.kernel_groups import HOST, Work, group_of
 
 MOST = 12  # kernels listed by name; the others are one row
 OTHERS, GAPS = "(others)", "(no kernel runs)"
@@ -19,7 +19,7 @@ def kernel_rows(phase: str, work: Sequence[Work], timed_s: float, parts: int = 1
     phase's unprofiled time. parts: steps that the phase has; times and counts are of one of them."""
     by_name: dict[str, list[float]] = {}
     for each in work:
-        by_name.setdefault(each.name, []).append(each.ms)
+        by_name.setdefault(_name(each), []).append(each.ms)
     names = sorted(by_name, key=lambda name: -sum(by_name[name]))
     listed = {name: by_name[name] for name in names[:MOST]}
     if rest := [ms for name in names[MOST:] for ms in by_name[name]]:
@@ -56,6 +56,12 @@ def gaps_of(work: Sequence[Work]) -> list[tuple[str, float]]:
         if end > _span(last)[1]:
             last = each
     return sorted(found, key=lambda gap: -gap[1])
+
+
+def _name(work: Work) -> str:
+    """On a CPU one for all that the host spends around operators."""
+    on_host = work.start_ms is None and group_of(work.name, work.around) == HOST
+    return HOST if on_host else work.name
 
 
 def _span(work: Work) -> tuple[float, float]:

@@ -23,7 +23,8 @@ from specdec.window import Window
 from tests.tape import Tape
 from vllm_draft_spec.memory import CacheSize, check_room
 from vllm_draft_spec.own_draft import CHUNK, FORWARD_TOKENS, Feed, OwnDraft, forwards, window_of
-from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Rows
+from vllm_draft_spec.own_failures import EVERY, Failures
+from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Row, Rows
 
 VOCAB = 32
 
@@ -364,3 +365,31 @@ def test_a_window_bounds_the_memory_and_what_does_not_fit_is_refused() -> None:
         ValueError, match=r"cache takes .* \(3 rows of 240 tokens\), .*max_num_seqs \(3\).*specdec\.win"
     ):
         check_room(size, size.nbytes - 1)
+
+
+def test_failures_are_looked_at_now_and_then_and_told_once(plugin_log: pytest.LogCaptureFixture) -> None:
+    failures, rows = Failures(), [Row(name=name, slot=slot) for slot, name in enumerate("abc")]
+    found = []
+    for step in range(3 * EVERY):
+        failures.note(rows, torch.tensor([False, step >= EVERY, True]))
+        found.append(failures.found())
+    looked = [names for names in found if names]
+    assert looked == [{"c"}, {"b", "c"}, {"b", "c"}]
+    assert [step for step, names in enumerate(found) if names] == [EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1]
+    assert failures.met
+    assert sum("the draft gave NaN" in record.getMessage() for record in plugin_log.records) == 1
+
+
+def test_a_row_that_failed_twice_is_left_alone() -> None:
+    pytest.importorskip("vllm")
+    from vllm_draft_spec.own_proposer import StepRow, is_ready, is_to_be_fed
+
+    row = Row(name="a", slot=0, failures=1)
+    step = StepRow(row=row, scheduled=1, partial=False, ends=90)
+    assert is_ready(step)
+    row.failures = 2
+    assert not is_ready(step)
+    row.missed = 90
+    assert not is_to_be_fed(row, 1)
+    row.failures = 1
+    assert is_to_be_fed(row, 1)

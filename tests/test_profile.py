@@ -171,8 +171,9 @@ def test_kernels_by_time_and_what_none_fills() -> None:
     assert rows[GAPS]["kernel_ms"] == pytest.approx((400 - busy_ms(work)) / 4)
     assert rows[GAPS]["share"] == pytest.approx((400 - busy_ms(work)) / 400)
     assert rows[GAPS]["top"][0] == "56000.0 us after k13"
-    on_cpu = kernel_rows("verify", [Work(name="aten::mm", around=(), ms=2.0)], 0.1)
-    assert [(row["kernel"], row["share"]) for row in on_cpu] == [("aten::mm", 1.0)]
+    spent = [Work(name=name, around=(), ms=1.0) for name in ("aten::mm", "specdec:mlp", "aten::view", "aten::mm")]
+    on_cpu = kernel_rows("verify", [*spent, spent[0]], 0.1)
+    assert [(row["kernel"], row["share"]) for row in on_cpu] == [("aten::mm", 0.6), (HOST, 0.4)]
 
 
 def test_operators_outside_a_call_do_not_count() -> None:
