@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from specdec.controller_acceptance import DECAY_TOKENS
 from specdec.controller_cost import usable
 from specdec.controller_measured import ControllerState, Geometric, Measured, checked_k_max, geometric_tokens
-from specdec.controller_probe import Outlook, Prober
+from specdec.controller_probe import REGIME_TOKENS, Outlook, Prober
 from specdec.controller_rows import RaggedCost, RowBook, RowRound, plan
 from specdec.stats import RoundStats
 
@@ -23,8 +23,9 @@ __all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "
 
 EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
 EXPLORE_ROUNDS = 8  # the fewest rounds between two of them
-ENOUGH_TESTS, ENOUGH_TIMES = 40.0, 40  # what makes a neighbouring length known
-FIRST_TIMES, FIRST_SHARE = 5, 10  # so few samples may be wrong by much: until then so many times the share
+ENOUGH_TESTS, ENOUGH_OCCASIONS = 40.0, 40  # what makes a neighbouring length known
+FIRST_OCCASIONS, FIRST_SHARE = 5, 20  # times of so few may be wrong by much: until then so many times the share
+PLAIN_ROUNDS = 3  # at k = 0 when it is looked at: the draft catches up once for all of them
 NEAR_PLAIN = 1.25  # so close a gain over k = 0 is worth timing k = 0 again
 SURE = 0.98  # rates are not tested for above this
 ENTRY_ROUNDS = 32
@@ -104,8 +105,9 @@ class Adaptive(Measured):
         self._plan_rows, self._explore_share = plan_rows, explore_share
         self._prober = Prober()
         self._book = RowBook(self.k_max)
-        self._since_beside, self._since_plain, self._turn = 0, 0, 1
+        self._since_beside, self._since_plain, self._plain_left, self._turn = 0, 0, 0, 1
         self._since_entry, self._changes = 0, 0
+        self._tokens_seen = 0.0
 
     def choose(self, rows: int) -> int:
         untimed = self._untimed(rows)
@@ -186,8 +188,10 @@ class Adaptive(Measured):
             if k > 0 and self._worth_a_round(rows, k, speeds, self._since_beside):
                 self._since_beside = 0
                 return k
-        if self._worth_a_round(rows, 0, speeds, self._since_plain):
-            self._since_plain = 0
+        if self._plain_left == 0 and self._worth_a_round(rows, 0, speeds, self._since_plain):
+            self._plain_left = PLAIN_ROUNDS
+        if self._plain_left:
+            self._plain_left, self._since_plain = self._plain_left - 1, 0
             return 0
         return self._k
 
@@ -195,8 +199,8 @@ class Adaptive(Measured):
         if since < EXPLORE_ROUNDS or not self._unknown(rows, k, speeds):
             return False
         loss_s = max(0.0, 1 - speeds[k] / speeds[self._k]) * self._costs.round_s(rows, k)
-        loss_s += self._catch_up_s(rows, rows) if k == 0 else 0.0
-        share = self._explore_share * (FIRST_SHARE if self._costs.count(rows, k) < FIRST_TIMES else 1)
+        loss_s = loss_s * PLAIN_ROUNDS + self._catch_up_s(rows, rows * PLAIN_ROUNDS) if k == 0 else loss_s
+        share = self._explore_share * (FIRST_SHARE if self._costs.occasions(rows, k) < FIRST_OCCASIONS else 1)
         return since * share * self._costs.round_s(rows, self._k) >= loss_s
 
     def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
@@ -206,7 +210,7 @@ class Adaptive(Measured):
         if k == 0:
             return speeds[0] * NEAR_PLAIN > speeds[self._k]
         few_tests = k > self._k and self._acceptance.evidence(k) < ENOUGH_TESTS
-        return few_tests or self._costs.count(rows, k) < ENOUGH_TIMES
+        return few_tests or self._costs.occasions(rows, k) < ENOUGH_OCCASIONS
 
     def _probed(self, rows: int, drafting: int, missed_tokens: int) -> int:
         """0, or the length of a probe round in which `drafting` of the rows draft."""
@@ -228,6 +232,7 @@ class Adaptive(Measured):
             gain=gain,
             proof=PROOF if drafting == rows else PROOF_BY_FEW,
             k=k,
+            regime=(self._tokens_seen / rows + REGIME_TOKENS) / (self._acceptance.changes + 1),
         )
 
     def _loss_s(self, rows: int, drafting: int, k: int, missed_tokens: int, tokens: float) -> float:
@@ -240,6 +245,7 @@ class Adaptive(Measured):
         return seconds + self._catch_up_s(drafting, missed_tokens) - tokens / rows * self._costs.round_s(rows, 0)
 
     def _observe_probe(self, round: RoundStats, drafting: int, missed_tokens: int) -> None:
+        self._tokens_seen += round.tokens
         if not self._costs.comparable:
             return
         if round.k == 0:

@@ -6,12 +6,16 @@ the line through its neighbours as long as it has few samples; a common drift mo
 lengths last timed long ago do not look cheap when everything became dearer (a growing context).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from math import exp, inf, isfinite, log
 from operator import add
 from statistics import median_low
 
 FIRST = 5  # a level starts as the median of this many samples: one outlier does no harm
+OCCASION = 16  # samples after another length's that have one vote together: they share what disturbs them. In longer
+# stays at one length nothing is learned of how the lengths compare; errors there are drift
+VOTES, VOTED = 15, 40  # a level is the median of so many votes, up to so many occasions; later errors are averaged
 SETTLED = 3  # with fewer samples a level may be one outlier: it does not bend the line, nor stray far from it
 PULL = 3.0  # samples that the line through the other lengths counts for
 LEVEL_GAIN, DRIFT_GAIN = 0.004, 0.04
@@ -32,17 +36,26 @@ class Level:
     """One length's seconds without the drift."""
 
     def __init__(self) -> None:
-        self.count, self.seconds, self._first = 0, 0.0, []  # type: int, float, list[float]
+        self.count, self.occasions, self.seconds = 0, 0, 0.0
+        self._votes: deque[float] = deque(maxlen=VOTES)
+        self._now: list[float] = []
 
-    def observe(self, seconds: float) -> float:
-        """Take a sample in; returns its clipped log error, 0 while the level is still being found."""
+    def observe(self, seconds: float, *, again: bool) -> float:
+        """Take a sample in; again: the one before was of this length too. Returns its clipped log error, 0 while the
+        level is still being found."""
+        error = max(-CLIP, min(CLIP, log(seconds / self.seconds))) if self.count >= FIRST else 0.0
         self.count += 1
-        if self.count <= FIRST:
-            self._first.append(seconds)
-            self.seconds = median_low(self._first)  # what disturbs a round makes it longer
-            return 0.0
-        error = max(-CLIP, min(CLIP, log(seconds / self.seconds)))
-        self.seconds *= exp(max(1 / self.count, LEVEL_GAIN) * error)
+        if not again:
+            self.occasions += 1
+            self._votes += [median_low(self._now)] if self._now else []
+            self._now = []
+        if len(self._now) == OCCASION:
+            return error
+        self._now.append(seconds)
+        if self.occasions <= VOTED:
+            self.seconds = median_low([*self._votes, median_low(self._now)])  # what disturbs a round makes it longer
+        else:
+            self.seconds *= exp(max(1 / self.count, LEVEL_GAIN) * error)
         return error
 
 
@@ -53,12 +66,13 @@ class Curve:
     def __init__(self, k_max: int, *, from_zero: bool = False) -> None:
         self._k_max, self._from_zero = k_max, from_zero
         self.levels: dict[int, Level] = {}
-        self._log_drift, self._streak = 0.0, 0
+        self._log_drift, self._streak, self._newest = 0.0, 0, -1
         self._times: list[float] | None = None
 
     def observe(self, k: int, seconds: float) -> None:
         level = self.levels.setdefault(k, Level())
-        self.shift(level.observe(seconds * exp(-self._log_drift)))
+        self.shift(level.observe(seconds * exp(-self._log_drift), again=k == self._newest))
+        self._newest = k
 
     def shift(self, log_error: float) -> None:
         """Move all lengths by a part of one sample's log error; quickly when the clip has been hit in a row."""
@@ -180,6 +194,11 @@ class CostTable:
         """Samples of exactly this bucket and length."""
         curve = self._rest.get(bucket_of(rows))
         return curve.levels[k].count if curve is not None and k in curve.levels else 0
+
+    def occasions(self, rows: int, k: int) -> int:
+        """On how many occasions this bucket and length were timed; samples in a row are one."""
+        curve = self._rest.get(bucket_of(rows))
+        return curve.levels[k].occasions if curve is not None and k in curve.levels else 0
 
     def count_drafted(self, rows: int) -> int:
         curve = self._rest.get(bucket_of(rows))

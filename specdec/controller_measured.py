@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.controller_acceptance import DECAY_TOKENS, Acceptance, windows
+from specdec.controller_acceptance import DECAY_TOKENS, Acceptance
 from specdec.controller_cost import CostTable, usable
 from specdec.stats import RoundStats
 
@@ -33,7 +33,7 @@ class Measured:
     def __init__(self, k_max: int, *, decay_tokens: float = DECAY_TOKENS) -> None:
         self.k_max = checked_k_max(k_max, lowest=1)
         self._costs = CostTable(self.k_max)
-        self._acceptance = Acceptance(self.k_max, windows(decay_tokens))
+        self._acceptance = Acceptance(self.k_max, decay_tokens)
         self._k = 0
         self._missed = 0  # rounds at k = 0 since the draft was last fed
         self._fed_every = 0  # rounds at k = 0 after which the owner feeds the draft there too; 0: never seen

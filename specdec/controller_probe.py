@@ -13,7 +13,9 @@ from math import log, sqrt
 BUDGET = 0.013  # share of the time at k = 0 that probes may lose
 SHORTEST, LONGEST = 8, 64  # tokens a row between probes: at first, and at most where the budget allows it
 HOPELESS = 2048  # the same where not even full acceptance would pay: only costs can change that
-REGIME_TOKENS = 2000  # how long acceptance is taken to stay as it is
+REGIME_TOKENS = 2000  # how long acceptance is taken to stay as it is, until changes have been seen
+MOST_BUDGET = 2.0  # times the budget, where changes come so often that it pays
+FRESH = 2.0  # probe rounds that the allowance holds when drafting has just been left
 REJECT = log(0.3)
 LONGEST_BURST = 48  # rounds
 
@@ -23,7 +25,7 @@ class Outlook:
     """What a probe costs, and what it may bring: `loss_s` seconds lost by one probe round if nothing has changed,
     `step_s` a round at k = 0, `believed` the present rates by position, `promising` the rate to test for (None: no
     rate pays), `gain` the share of time saved at that rate, `proof` the likelihood ratio to believe it at, `k` the
-    draft length that is best there."""
+    draft length that is best there, `regime` the tokens for which acceptance is taken to stay as it is."""
 
     loss_s: float
     step_s: float
@@ -32,6 +34,7 @@ class Outlook:
     gain: float
     proof: float
     k: int
+    regime: float = REGIME_TOKENS
 
     def interval(self) -> float:
         """Tokens a row between probes.
@@ -42,7 +45,7 @@ class Outlook:
         if self.promising is None:
             return HOPELESS
         loss = max(self.loss_s / self.step_s, 0.0)
-        return min(LONGEST, sqrt(2 * loss * REGIME_TOKENS / max(self.gain, 1e-3)))
+        return min(LONGEST, sqrt(2 * loss * self.regime / max(self.gain, 1e-3)))
 
 
 class Prober:
@@ -55,6 +58,7 @@ class Prober:
         self._ask_at = 0.0
         self._allowance_s: float | None = None
         self._idle_tokens = 0
+        self._generosity = 1.0
         self._support = 0.0
         self._rounds = 0
         self._outlook: Outlook | None = None
@@ -74,7 +78,8 @@ class Prober:
     def idle(self, step_s: float) -> None:
         """A round at k = 0 has been decoded."""
         self._idle_tokens += 1
-        self._allowance_s = (self._allowance_s or 0.0) + BUDGET * step_s
+        if self._allowance_s is not None:
+            self._allowance_s += BUDGET * self._generosity * step_s
 
     def spend(self, seconds: float) -> None:
         self._allowance_s = (self._allowance_s or 0.0) - seconds
@@ -85,7 +90,8 @@ class Prober:
             return False
         now = outlook()
         self._ask_at = self._idle_tokens + 4  # when it is not due, asking every round would cost more than it brings
-        limit = 2 * max(now.loss_s, 0.0)
+        self._generosity = min(max(REGIME_TOKENS / now.regime, 1.0), MOST_BUDGET)
+        limit = FRESH * max(now.loss_s, 0.0)
         self._allowance_s = limit if self._allowance_s is None else min(self._allowance_s, limit)
         hopeless = now.promising is None and self._idle_tokens < HOPELESS
         if hopeless or self._allowance_s < now.loss_s:
@@ -113,7 +119,7 @@ class Prober:
 
     def leave(self) -> None:
         """Drafting is on: the next time it is switched off, the first probe comes soon again."""
-        self.active, self._idle_tokens = False, 0
+        self.active, self._idle_tokens, self._allowance_s = False, 0, None
         self._interval = self._ask_at = float(SHORTEST)
 
     def _end(self) -> None:

@@ -177,7 +177,7 @@ class Pilot:
         however long the draft, so it is learned in steps among their like, and added to each round."""
         between_s = period_s - step.times.draft_s - step.times.verify_s
         if isfinite(between_s):
-            self._between.setdefault(bucket_of(step.times.batch), Level()).observe(max(between_s, LEAST_S))
+            self._between.setdefault(bucket_of(step.times.batch), Level()).observe(max(between_s, LEAST_S), again=False)
 
     def _total_s(self, times: Any) -> float:
         level = self._between.get(bucket_of(times.batch))
