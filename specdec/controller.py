@@ -24,7 +24,8 @@ __all__ = ["Adaptive", "Controller", "ControllerState", "FixedK", "Geometric", "
 EXPLORE_SHARE = 0.001  # time that rounds beside the best length may lose
 EXPLORE_ROUNDS = 8  # the fewest rounds between two of them
 ENOUGH_TESTS, ENOUGH_OCCASIONS = 40.0, 40  # what makes a neighbouring length known
-FIRST_OCCASIONS, FIRST_SHARE = 5, 20  # times of so few may be wrong by much: until then so many times the share
+FIRST_OCCASIONS, FIRST_SHARE = 8, 20  # times of so few may be wrong by much: until then so many times the share,
+FIRST_ROUNDS = 2.5  # or until as many visits have cost so many rounds
 PLAIN_ROUNDS = 3  # at k = 0 when it is looked at: the draft catches up once for all of them
 NEAR_PLAIN = 1.25  # so close a gain over k = 0 is worth timing k = 0 again
 SURE = 0.98  # rates are not tested for above this
@@ -200,8 +201,9 @@ class Adaptive(Measured):
             return False
         loss_s = max(0.0, 1 - speeds[k] / speeds[self._k]) * self._costs.round_s(rows, k)
         loss_s = loss_s * PLAIN_ROUNDS + self._catch_up_s(rows, rows * PLAIN_ROUNDS) if k == 0 else loss_s
-        share = self._explore_share * (FIRST_SHARE if self._costs.occasions(rows, k) < FIRST_OCCASIONS else 1)
-        return since * share * self._costs.round_s(rows, self._k) >= loss_s
+        occasions, round_s = self._costs.occasions(rows, k), self._costs.round_s(rows, self._k)
+        first = occasions < FIRST_OCCASIONS and occasions * loss_s < FIRST_ROUNDS * round_s
+        return since * self._explore_share * (FIRST_SHARE if first else 1) * round_s >= loss_s
 
     def _unknown(self, rows: int, k: int, speeds: Sequence[float]) -> bool:
         """Whether a round of k drafts would teach something that could change the choice."""

@@ -12,10 +12,10 @@ from math import exp, inf, isfinite, log
 from operator import add
 from statistics import median_low
 
-FIRST = 5  # a level starts as the median of this many samples: one outlier does no harm
+FIRST = 5  # with fewer samples of a length its errors are no drift: it is still being found
 OCCASION = 16  # samples after another length's that have one vote together: they share what disturbs them. In longer
 # stays at one length nothing is learned of how the lengths compare; errors there are drift
-VOTES, VOTED = 15, 40  # a level is the median of so many votes, up to so many occasions; later errors are averaged
+VOTES = 40  # a level is the median of so many votes; then errors are averaged
 SETTLED = 3  # with fewer samples a level may be one outlier: it does not bend the line, nor stray far from it
 PULL = 3.0  # samples that the line through the other lengths counts for
 LEVEL_GAIN, DRIFT_GAIN = 0.004, 0.04
@@ -52,7 +52,7 @@ class Level:
         if len(self._now) == OCCASION:
             return error
         self._now.append(seconds)
-        if self.occasions <= VOTED:
+        if self.occasions <= VOTES:
             self.seconds = median_low([*self._votes, median_low(self._now)])  # what disturbs a round makes it longer
         else:
             self.seconds *= exp(max(1 / self.count, LEVEL_GAIN) * error)

@@ -14,7 +14,7 @@ BUDGET = 0.013  # share of the time at k = 0 that probes may lose
 SHORTEST, LONGEST = 8, 64  # tokens a row between probes: at first, and at most where the budget allows it
 HOPELESS = 2048  # the same where not even full acceptance would pay: only costs can change that
 REGIME_TOKENS = 2000  # how long acceptance is taken to stay as it is, until changes have been seen
-MOST_BUDGET = 2.0  # times the budget, where changes come so often that it pays
+OFTEN_TOKENS, MOST_BUDGET = 1000.0, 2.0  # the budget grows where changes come more often, up to so many times
 FRESH = 2.0  # probe rounds that the allowance holds when drafting has just been left
 REJECT = log(0.3)
 LONGEST_BURST = 48  # rounds
@@ -90,7 +90,7 @@ class Prober:
             return False
         now = outlook()
         self._ask_at = self._idle_tokens + 4  # when it is not due, asking every round would cost more than it brings
-        self._generosity = min(max(REGIME_TOKENS / now.regime, 1.0), MOST_BUDGET)
+        self._generosity = min(max(OFTEN_TOKENS / now.regime, 1.0), MOST_BUDGET)
         limit = FRESH * max(now.loss_s, 0.0)
         self._allowance_s = limit if self._allowance_s is None else min(self._allowance_s, limit)
         hopeless = now.promising is None and self._idle_tokens < HOPELESS

@@ -17,6 +17,14 @@ from specdec.simulate_traces import Trace
 from specdec.stats import RoundStats
 
 
+class Disturbance(Protocol):
+    """What makes measured times other than the true ones."""
+
+    def sample(self, rng: np.random.Generator) -> float:
+        """The next round's measured time over its true one."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     """Log-normal jitter of standard deviation `jitter`; a share of rounds takes `factor` times as long."""
@@ -154,7 +162,9 @@ def best_length(cost: CostModel, rows: int, tokens: Sequence[float]) -> int:
     return max(range(len(tokens)), key=lambda k: tokens[k] / cost.round_s(rows, k))
 
 
-def calibrate(controller: Controller, cost: CostModel, *, rows: int, repeats: int, noise: Noise, seed: int) -> None:
+def calibrate(
+    controller: Controller, cost: CostModel, *, rows: int, repeats: int, noise: Disturbance, seed: int
+) -> None:
     """Time every bucket up to `rows` and every length, as an engine does at start."""
     rng = np.random.default_rng(seed)
     bucket = 1
@@ -174,7 +184,7 @@ def simulate(
     *,
     slots: int,
     seed: int = 0,
-    noise: Noise | None = None,
+    noise: Disturbance | None = None,
     max_rounds: int | None = None,
 ) -> Run:
     """Decode the requests of the trace, `slots` at a time, until a row is done and none is left to take its place (or
