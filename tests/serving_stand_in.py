@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bench import serving_grid, serving_load, serving_server
+from bench import serving_checks, serving_grid, serving_load, serving_server
 from pipeline.config import Config, load_config
 from pipeline.results import read_result
 
@@ -31,6 +31,8 @@ if any("submitit" in word or "bench.bench_serving" in word for word in sys.orig_
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process."""
     monkeypatch.setattr(serving_server, "PROGRAM", SERVER)
+    monkeypatch.setattr(serving_server, "POLL_S", 0.02)
+    monkeypatch.setattr(serving_checks, "SETTLE_S", 1.0)
     monkeypatch.setattr(serving_load, "PROGRAM", CLIENT)
     monkeypatch.setattr(serving_grid, "vllm_version", lambda: "vllm 0")
     monkeypatch.setattr(serving_grid.Grid, "on_gpu", False)

@@ -280,8 +280,7 @@ def test_a_server_that_dies_gives_its_own_error_and_last_lines(tmp_path: Path) -
 
 def test_a_port_that_is_taken_in_between_is_left_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+        taken.bind(("127.0.0.1", 0))  # listening too, it would keep the question for its health waiting for 5 s
         ports = [taken.getsockname()[1], serving_server.free_port(serving_server.HOST)]
         monkeypatch.setattr(serving_server, "free_port", lambda host: ports.pop(0))
         with serving(command(), tmp_path / "log", minutes=1, check_stop=nothing) as server:
