@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import exp, lgamma, log
+from operator import mul
 
 DECAY_TOKENS = 2000.0  # after so many tests a count has faded to 1/e
 RECENT = (12, 24, 48, 96, 192, 384)  # tests that are compared with those before them
@@ -251,8 +252,11 @@ class Acceptance:
     def _before(self, recent: Recent) -> tuple[list[float], float]:
         """Rates by position in the tests before the recent ones, and the number of those: as now believed, times one
         factor, so that it does not matter at which positions the ones and the others were tested."""
-        before = [max(r - now, 0.0) for r, now in zip(self._long.reached, recent.reached, strict=True)]
-        tests, likely = sum(before), sum(r * p for r, p in zip(before, self.by_position, strict=True))
+        tests = likely = 0.0
+        for reached, recently, rate in zip(self._long.reached, recent.reached, self.by_position, strict=True):
+            if reached > recently:  # the recent ones alone do not fade
+                tests += reached - recently
+                likely += (reached - recently) * rate
         accepted = max(sum(self._long.accepted) - sum(recent.accepted), 0.0)
         factor = accepted / likely if likely > 0 else 1.0
         return [min(rate * factor, 1.0) for rate in self.by_position], tests
@@ -263,8 +267,7 @@ class Acceptance:
         rates, tests_before = self._before(recent)
         if tests_before < 1:
             return 0.0
-        rate = sum(r * p for r, p in zip(recent.reached, rates, strict=True)) / tests
-        rate = min(max(rate, 0.02), 0.98)
+        rate = min(max(sum(map(mul, recent.reached, rates)) / tests, 0.02), 0.98)
         if (accepted - tests * rate) ** 2 < SURPRISE * tests * rate * (1 - rate):
             return 0.0
         return two_rates(accepted, tests, tests_before * rate, tests_before)
