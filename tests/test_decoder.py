@@ -378,7 +378,7 @@ def test_command_line_prints_text_colours_and_statistics(folders, capsys) -> Non
     assert (code, out) == (0, plain)  # no colour away from a terminal
     for word in ("tokens/s", "alpha", "tokens a round", " drafted]"):
         assert word in statistics
-    code, out, _ = run_main(capsys, *base, "--draft", str(folders["draft"]), "--color")
+    code, out, _ = run_main(capsys, *base, "--draft", str(folders["target"]), "--k", "3", "--color")
     assert out.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
     assert "\x1b[32m" in out
     code, out, statistics = run_main(capsys, *base, "--draft", "ngram", "--compare", "--no-color")

@@ -351,7 +351,7 @@ def test_constructor_refuses_what_cannot_work(target: PreTrainedModel) -> None:
     for bad in (*bad_settings, {"capacity": 0}, {"top_logprobs": 33}, {"top_logprobs": 2.0}, {"draft": "ngram"}):
         with pytest.raises(ValueError, match="expected"):
             Engine(target, **{"draft": target, "k": 1, **bad})
-    with pytest.raises(ValueError, match="expected whole numbers"):
+    with pytest.raises(ValueError, match="k is -5; expected a whole number from 0 on"):
         Engine(target, None, k=-5)
 
 

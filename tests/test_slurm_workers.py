@@ -70,7 +70,12 @@ def test_the_cap_holds_when_a_driver_is_killed_whole(site: Site, cluster: Cluste
     (driver,) = site.jobs()
     assert (driver["slots"], driver["gpus"]) == ([0, 1], 2)
     wait_for(lambda: workers_running(cluster) == 2, trace=site.trace)
-    site.stub("01_gen_traces")  # for what starts from here on
+    for stage in (
+        "01_gen_traces",
+        "02_filter",
+        "03_train_draft",
+    ):  # what starts from here on: Slurm notes whole seconds
+        site.stub(stage, pause=1.0)
     early = other_chain(site, "early")
     assert {driver["job"], driver["ender"]} == set(early[0]["behind"])
     kill_whole(site, driver["job"])
