@@ -281,14 +281,10 @@ def _open_ledger(stage: Stage, folder: Path, wanted: dict[str, Any]) -> ledger.L
         if foreign:
             raise ValueError(f"{folder} holds {foreign[0]} but no record of a stage; run with --force to move it aside")
         return ledger.start(folder, wanted)
-    if (
-        not units
-        and units.header["fingerprint"] != wanted
-        and [path.name for path in folder.iterdir()] == [ledger.NAME]
-    ):
-        return ledger.start(
-            folder, wanted
-        )  # it failed before its first unit, over a wrong path perhaps: nothing to keep
+    # Failed before its first unit, over a wrong path perhaps: there is nothing to keep.
+    untouched = not units and [path.name for path in folder.iterdir()] == [ledger.NAME]
+    if untouched and units.header["fingerprint"] != wanted:
+        return ledger.start(folder, wanted)
     _check_same(stage, folder, units.header["fingerprint"], wanted, "holds unfinished work made")
     (folder / manifest.DONE).unlink(missing_ok=True)
     for problem in units.forget_damaged():
