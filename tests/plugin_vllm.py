@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,8 +69,12 @@ def saved(model: PreTrainedModel, folder: Path) -> str:
 
 
 def make_engine(target: str, draft: str | None = None, **options: Any) -> Any:
-    """An LLM without tokenizer: prompts and completions are ids."""
+    """An LLM without tokenizer: prompts and completions are ids. All engines of a process share vLLM's process groups,
+    which the first one that goes takes with it: a test that makes an engine of its own comes after those that use their
+    module's."""
     from vllm import LLM
+
+    gc.collect()  # engines that nobody holds any more, before there are groups to take
 
     speculative = {"model": draft, "method": "draft_model", "num_speculative_tokens": K_MAX}
     speculative |= options.pop("speculative", {})

