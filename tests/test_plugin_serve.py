@@ -1,4 +1,4 @@
-"""`vllm serve` with the plugin: an HTTP server, an engine in a process of its own, OpenAI clients that stream and hang up.
+"""`vllm serve` with the plugin: an HTTP server, an engine in a process of its own, OpenAI clients that hang up too.
 
 The plugin is found by its entry point, as pip would leave it; the engine's figures must come through to /metrics.
 """
