@@ -1,16 +1,8 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it: site facts, the checkout's Python, and the modules of the checkout importable
 # from any folder, so that a relative path on the command line means what it says.
-SPEC_CHECKOUT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-
-export USER="${USER:-$(id -un)}" # not set everywhere, and env.sh names it
-
-if [ -f "$SPEC_CHECKOUT/env.sh" ]; then
-    set -a
-    # shellcheck source=/dev/null
-    . "$SPEC_CHECKOUT/env.sh"
-    set +a
-fi
+# shellcheck source=scripts/_site.sh
+. "$(dirname "${BASH_SOURCE[0]}")/_site.sh"
 
 if [ -z "${SPEC_PYTHON:-}" ]; then
     if [ -x "$SPEC_CHECKOUT/.venv/bin/python" ]; then

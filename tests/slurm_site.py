@@ -59,7 +59,8 @@ class Site:
     def _write_stubs(self) -> None:
         scripts = self.checkout / "scripts"
         scripts.mkdir()
-        shutil.copy(ROOT / "scripts" / "_env.sh", scripts)
+        for name in ("_env.sh", "_site.sh"):
+            shutil.copy(ROOT / "scripts" / name, scripts)
         texts = {stage: STUB.replace("STAGE", stage) for stage in JOB_STAGES[:-1]}
         texts |= {"00_check_env": "#!/bin/sh\necho environment checked\n", "run_pipeline": STUB_PIPELINE}
         for name, text in texts.items():
