@@ -75,10 +75,10 @@ def kernel_work(events: Sequence[Any]) -> list[list[Work]]:
     """By call: each kernel that began in it, with the operator that launched it and what is around that. A kernel of a
     replayed graph was launched by no operator: nothing is around it."""
     calls = sorted((e for e in events if e.name == PHASE and _is_on_host(e)), key=lambda e: e.time_range.start)
-    around = _launched(events)
+    begins, around = [call.time_range.start for call in calls], _launched(events)
     work: list[list[Work]] = [[] for _ in calls]
     for event in sorted((e for e in events if not _is_on_host(e)), key=lambda e: e.time_range.start):
-        call = bisect([each.time_range.start for each in calls], event.time_range.start) - 1
+        call = bisect(begins, event.time_range.start) - 1
         if call < 0 or event.name.startswith(RANGE):
             continue
         start, end = event.time_range.start, event.time_range.end

@@ -9,13 +9,13 @@ What was left by a change is remembered: a load that goes back and forth between
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from math import exp, lgamma, log
 from operator import mul
 
 DECAY_TOKENS = 2000.0  # after so many tests a count has faded to 1/e
 RECENT = (12, 24, 48, 96, 192, 384)  # tests that are compared with those before them
-CHANGE_EVIDENCE = 8.5  # nats; .9 -> .35 is seen after about a dozen and a half tests, false alarms are rare
+CHANGE_EVIDENCE = 8.5  # nats; .9 -> .35 is seen after about a dozen tests, false alarms are rare
 SURPRISE = 4.0  # squared standard deviations from what was expected, below which that evidence cannot be reached
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.75, 2.0
 NOISE_SDS = 2.5  # a position is taken to be like the one before it until it differs by this
@@ -73,13 +73,6 @@ class Recent:
         for i, (r, a) in enumerate(zip(reached, accepted, strict=False)):
             self.reached[i] += sign * r
             self.accepted[i] += sign * a
-
-    def last(self, rounds: int) -> "Recent":
-        """The same with only so many rounds."""
-        found = Recent(self.tests, self._k_max)
-        for _, reached, accepted in list(self._rounds)[-rounds:]:
-            found.add(reached, accepted)
-        return found
 
     def suffixes(self) -> Iterator["Recent"]:
         """The last round, the last two, and so on; one object that grows."""
@@ -228,7 +221,6 @@ class Acceptance:
 
     def _fitting(self, reached: Sequence[float], accepted: Sequence[float]) -> list[float] | None:
         """The rate met before that these counts speak for most, unless they rather speak for another one."""
-
         nats = [unlike(each.rates, reached, accepted) for each in self._met]
         return self._met[nats.index(min(nats))].rates if min(nats, default=UNLIKE) < UNLIKE else None
 
@@ -247,7 +239,7 @@ class Acceptance:
         """The part of these tests with which the change began, most likely: what is believed from now on should hold
         none from before."""
         evidence = [self._evidence_of_change(suffix) for suffix in recent.suffixes()]
-        return recent.last(evidence.index(max(evidence)) + 1)
+        return next(islice(recent.suffixes(), evidence.index(max(evidence)), None))
 
     def _before(self, recent: Recent) -> tuple[list[float], float]:
         """Rates by position in the tests before the recent ones, and the number of those: as now believed, times one

@@ -192,13 +192,17 @@ class CostTable:
 
     def count(self, rows: int, k: int) -> int:
         """Samples of exactly this bucket and length."""
-        curve = self._rest.get(bucket_of(rows))
-        return curve.levels[k].count if curve is not None and k in curve.levels else 0
+        level = self._level(rows, k)
+        return level.count if level is not None else 0
 
     def occasions(self, rows: int, k: int) -> int:
         """On how many occasions this bucket and length were timed; samples in a row are one."""
+        level = self._level(rows, k)
+        return level.occasions if level is not None else 0
+
+    def _level(self, rows: int, k: int) -> Level | None:
         curve = self._rest.get(bucket_of(rows))
-        return curve.levels[k].occasions if curve is not None and k in curve.levels else 0
+        return curve.levels.get(k) if curve is not None else None
 
     def count_drafted(self, rows: int) -> int:
         curve = self._rest.get(bucket_of(rows))

@@ -22,9 +22,9 @@ class Lengths:
         if k_max is None:
             if not isinstance(chooser, int):
                 raise ValueError("k is a callable, so k_max is needed: the largest draft length it may return")
+            if chooser < 0:
+                raise ValueError(f"k is {chooser}; expected a whole number from 0 on")
             k_max = chooser
-        if chooser is k_max and isinstance(chooser, int) and chooser < 0:
-            raise ValueError(f"k is {chooser}; expected a whole number from 0 on")
         if not (isinstance(k_max, int) and k_max >= 0) or (isinstance(chooser, int) and not 0 <= chooser <= k_max):
             raise ValueError(f"k is {chooser!r} and k_max {k_max!r}; expected whole numbers with 0 <= k <= k_max")
         self._chooser = chooser
