@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +120,54 @@ def test_teacher_gives_the_targets_own_law() -> None:
     assert law.columns_V[[3, 1, 7, 9, 0]].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_kept_states_give_the_same_law_without_the_target() -> None:
+    """Batches of an epoch come again as they were; what fits is kept, the rest is made again."""
+    target = tiny_model("llama", vocab=16, hidden=32, tied=True, dtype=torch.float32)
+    stream = sweep_batches.endless_batches(TEXTS, 5, 0, "cpu")
+    batches = [next(stream) for _ in range(2 * len(TEXTS))]
+    first, again = ({b.number: b for b in batches[i : i + 3]} for i in (0, 3))
+    assert first.keys() == again.keys()
+    one = Teacher(target, [3, 1, 7, 9])._states(first[0]).nbytes
+    teacher = Teacher(target, [3, 1, 7, 9], keep=2.5 * one)
+    laws = {number: teacher.law(batch) for number, batch in first.items()}
+    with torch.no_grad():
+        for parameter in target.get_decoder().layers.parameters():
+            parameter.zero_()
+    for number, batch in again.items():
+        assert torch.equal(batch.ids_BT, first[number].ids_BT)
+        same = torch.equal(teacher.law(batch).logp_NH, laws[number].logp_NH)
+        assert same == (number in teacher._kept)
+    assert 0 < len(teacher._kept) < 3
+    assert sum(states.nbytes for states in teacher._kept.values()) <= 2.5 * one
+
+
+def test_texts_of_heldout_prompts_are_left_out() -> None:
+    assert sweep.without_heldout(TEXTS, [text([6], [1]), text([1, 2], [3])]) == [TEXTS[0], TEXTS[2]]
+
+
+def test_an_interrupt_ends_the_training_and_keeps_what_is_trained(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_texts(tmp_path / "train.npz", [text([s], [s + 1]) for s in range(10, 30)])
+    save_texts(tmp_path / "held.npz", [text([s], [s + 1], "a", t) for s in (40, 41) for t in (0.0, 1.0)])
+    step, taken = sweep.Run.step, iter(range(100))
+
+    def interrupted(run: sweep.Run, *args: Any) -> None:
+        step(run, *args)
+        if next(taken) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep.Run, "step", interrupted)
+    cells = [{"name": "kl", "loss": "dense:kl", "layers": 1, "head": 20, "tokens": 1e9}]
+    arguments = ["--target", str(target_folder), "--dtype", "float32", "--texts", str(tmp_path / "train.npz"),
+                 "--heldout", str(tmp_path / "held.npz"), "--cells", json.dumps(cells), "--batch-tokens", "8",
+                 "--out", str(tmp_path / "out")]  # fmt: skip
+    assert sweep.main(arguments) == 0
+    [row] = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    assert row["steps"] == 4
+    assert (tmp_path / "out" / "kl" / drafts.BORROWS).is_file()
+
+
 def test_students_share_the_frozen_embedding_and_leave_the_target_alone() -> None:
     target = tiny_model("llama", vocab=16, layers=2, hidden=32, tied=True, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
@@ -201,7 +250,8 @@ def test_sweep_trains_and_its_draft_is_loaded(target_folder: Path, tmp_path: Pat
     starts = rng.integers(10, 200, 64)
     texts = [text([s, s + 1], [s + 2, s + 3, s + 4, s + 5]) for s in starts.tolist()]
     save_texts(tmp_path / "train.npz", texts)
-    save_texts(tmp_path / "held.npz", [*texts[:8], *(text([s], [s + 1], "a", 0.0) for s in (20, 30))])
+    heldout = [text([s, s + 1, s + 2], [s + 3, s + 4, s + 5]) for s in starts[:8].tolist()]
+    save_texts(tmp_path / "held.npz", [*heldout, *(text([s], [s + 1], "a", 0.0) for s in (20, 30))])
     cells = [
         {"name": "kl", "loss": "dense:kl", "layers": 2, "head": 150, "tokens": 4000, "lr": 5e-3},
         {"name": "ce", "loss": "ce", "layers": 1, "head": 60, "tokens": 500, "lr": 5e-3},

@@ -5,13 +5,15 @@
 A cell is {"name", "loss", "layers", "head", "tokens", "lr"}: a draft made of the target's first `layers` layers with
 an output head pruned to the `head` most frequent tokens. All cells see the same batches; the teacher's forward is
 shared. The learning rate is warmed up, held, and lowered to nothing over the last part of each cell's own tokens,
-or of --seconds if those are over first.
+or of --seconds if those are over first. An interrupt (Ctrl-C) ends the training too, not the program: what is trained
+by then is measured and saved.
 
 Acceptance here is teacher-forced on the target's own texts: the mean of sum min(p, q) on sampled ones (T = 1, exactly
 the rate at which the first draft of a round is accepted), of argmax agreement on greedy ones (T = 0).
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline import files
 from pipeline.config import DraftConfig, ModelsConfig
 from pipeline.models import load_target, resolve, revision
 from specdec.pruned import load_pruned_model
@@ -36,6 +39,7 @@ from train.texts import Text, load_texts
 WARMUP_STEPS = 40
 DECAY_FROM = 0.65
 REPORT_EVERY = 25
+PRINT_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +106,13 @@ def make_runs(target: Any, cells: Sequence[Cell], head_ids: Sequence[int]) -> li
 
 def train_all(runs: Sequence[Run], teacher: Teacher, batches: Iterator[Batch], seconds: float) -> None:
     """Step through the batches until every run has had its tokens, or the time is over."""
-    start = time.monotonic()
+    start = printed = time.monotonic()
     while True:
-        elapsed = (time.monotonic() - start) / seconds
+        now = time.monotonic()
+        if now > printed + PRINT_SECONDS:
+            printed = now
+            print(f"{now - start:.0f} s: {', '.join(f'{r.cell.name} {r.seen / 1e6:.2f} M' for r in runs)}", flush=True)
+        elapsed = (now - start) / max(seconds, 1e-9)
         open_runs = [run for run in runs if run.progress(elapsed) < 1]
         if not open_runs:
             return
@@ -119,6 +127,12 @@ def frequent_tokens(texts: Sequence[Text], count: int) -> list[int]:
     """The `count` most frequent completion tokens, most frequent first."""
     counts = np.bincount(np.concatenate([text.completion for text in texts]))
     return [int(token) for token in np.argsort(-counts, kind="stable")[:count] if counts[token]]
+
+
+def without_heldout(texts: Sequence[Text], heldout: Sequence[Text]) -> list[Text]:
+    """The texts of other prompts than the held-out ones: two that the target writes itself can be the same."""
+    known = {text.prompt.tobytes() for text in heldout}
+    return [text for text in texts if text.prompt.tobytes() not in known]
 
 
 def beside_rows(folder: str, target: Any, texts: Sequence[Text], tokens: int) -> list[dict[str, Any]]:
@@ -184,32 +198,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = ModelsConfig(target=args.target, draft=DraftConfig(keep_layers=1), dtype=args.dtype)
     target = load_target(models, device)
     exact = load_target(models, device, "float32")
-    texts, heldout = load_texts(args.texts), load_texts(args.heldout)
+    heldout = load_texts(args.heldout)
+    texts = without_heldout(load_texts(args.texts), heldout)
     head_ids = frequent_tokens(texts, max(cell.head for cell in cells))
-    teacher = Teacher(target, head_ids, TOP if any("top8" in cell.loss for cell in cells) else 1)
+    teacher = Teacher(target, head_ids, TOP if any("top8" in cell.loss for cell in cells) else 1, args.keep * 1e9)
     runs = make_runs(exact, cells, head_ids)
     rows = acceptance_rows(runs, teacher, heldout, args.batch_tokens) if args.stock else []
     for row in rows:
         row |= {"name": f"stock-{row['layers']}", "loss": "none"}
     rows += [row for folder in args.beside for row in beside_rows(folder, target, heldout, args.batch_tokens)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    _write(args.out, rows, runs)
     batches = endless_batches(texts, args.batch_tokens, args.seed, device)
     if args.own_tokens:
         batches = mixed_with_own(batches, runs[0].student, teacher.head_ids_H[: cells[0].head], texts, args.own_tokens)
-    print(f"ready after {time.monotonic() - start:.0f} s: {len(texts)} texts", flush=True)
-    train_all(runs, teacher, batches, args.seconds)
+    tokens = sum(len(text.completion) for text in texts)
+    print(f"ready after {time.monotonic() - start:.0f} s: {len(texts)} texts, {tokens} tokens", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        train_all(runs, teacher, batches, args.seconds - (time.monotonic() - start))
     print(f"trained after {time.monotonic() - start:.0f} s", flush=True)
     for run in runs:
         run.student.eval()
     rows += acceptance_rows(runs, teacher, heldout, args.batch_tokens)
-    args.out.mkdir(parents=True, exist_ok=True)
-    curves = {run.cell.name: run.curve for run in runs}
-    (args.out / "rows.json").write_text(json.dumps({"rows": rows, "curves": curves}), encoding="utf-8")
+    _write(args.out, rows, runs)
     notes = {"target": args.target, "target_revision": revision(args.target)}
     for run in runs:
         save_student(run.student, head_ids[: run.cell.head], args.out / run.cell.name, notes | _summary(run, rows))
     _print(rows)
     print(f"done after {time.monotonic() - start:.0f} s", flush=True)
     return 0
+
+
+def _write(out: Path, rows: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
+    curves = {run.cell.name: run.curve for run in runs}
+    files.write_atomic(out / "rows.json", json.dumps({"rows": rows, "curves": curves}))
 
 
 def _summary(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,11 +257,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", nargs="+", required=True, type=Path)
     parser.add_argument("--heldout", nargs="+", required=True, type=Path)
     parser.add_argument("--cells", required=True, help="JSON list of cells")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop training then, the learning rate lowered")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="stop training so long after the start, the learning rate lowered",
+    )
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument(
         "--own-tokens", type=int, default=0, help="train the one cell on as many tokens of its own a text too"
     )
+    parser.add_argument("--keep", type=float, default=0.0, help="GB of memory for the teacher's states of batches seen")
     parser.add_argument("--stock", action="store_true", help="measure the drafts before the training too")
     parser.add_argument("--beside", nargs="*", default=[], help="folders of drafts to measure on the same texts")
     parser.add_argument("--seed", type=int, default=0)

@@ -16,15 +16,16 @@ from train.texts import Text
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """ids_BT; at_N: flat places (b * T + t) whose next token is a completion's; next_N: those tokens; text_N: which
-    text each belongs to."""
+    text each belongs to. number: of a batch that comes again, to know it by."""
 
     ids_BT: Tensor
     at_N: Tensor
     next_N: Tensor
     text_N: Tensor
+    number: int | None = None
 
 
-def batch_of(texts: Sequence[Text], numbers: Sequence[int], device: str) -> Batch:
+def batch_of(texts: Sequence[Text], numbers: Sequence[int], device: str, number: int | None = None) -> Batch:
     """The texts with these numbers as one batch."""
     chosen = [texts[number] for number in numbers]
     width = max(len(text.prompt) + len(text.completion) for text in chosen)
@@ -39,7 +40,7 @@ def batch_of(texts: Sequence[Text], numbers: Sequence[int], device: str) -> Batc
     tensors = [torch.from_numpy(array) for array in arrays]
     if device != "cpu":  # from pinned memory, or a copy waits for all that the device has still to do
         tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
-    return Batch(**dict(zip(("ids_BT", "at_N", "next_N", "text_N"), tensors, strict=True)))
+    return Batch(**dict(zip(("ids_BT", "at_N", "next_N", "text_N"), tensors, strict=True)), number=number)
 
 
 def grouped(texts: Sequence[Text], tokens: int, rng: np.random.Generator) -> list[list[int]]:
@@ -55,8 +56,9 @@ def grouped(texts: Sequence[Text], tokens: int, rng: np.random.Generator) -> lis
 
 
 def endless_batches(texts: Sequence[Text], tokens: int, seed: int, device: str) -> Iterator[Batch]:
-    """Epoch after epoch, each in an order of its own."""
+    """Epoch after epoch, the same batches, each in an order of its own."""
     rng = np.random.default_rng(seed)
+    groups = grouped(texts, tokens, rng)
     while True:
-        for numbers in grouped(texts, tokens, rng):
-            yield batch_of(texts, numbers, device)
+        for number in rng.permutation(len(groups)):
+            yield batch_of(texts, groups[number], device, int(number))

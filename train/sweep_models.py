@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,64 @@ TEACHER_CHUNK = 4096  # positions whose full-vocabulary logits exist at a time: 
 EMBEDDING = "embed_tokens"
 
 
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Of a batch's positions: the last hidden states; logsumexp of the logits of all ids; the largest log-probabilities
+    and their ids."""
+
+    hidden_ND: Tensor
+    norm_N1: Tensor
+    top_NK: Tensor
+    ids_NK: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
+
 class Teacher:
     """The target's law over the ids of the largest head, `head_ids` most frequent first, and its `top` likeliest ids
-    (eight of 49,152 take longer to find than all the rest)."""
+    (eight of 49,152 take longer to find than all the rest). Of batches that come again, `keep` bytes of states stay."""
 
-    def __init__(self, target: Any, head_ids: Sequence[int], top: int = TOP) -> None:
-        self.target, self.top = target, top
+    def __init__(self, target: Any, head_ids: Sequence[int], top: int = TOP, keep: float = 0.0) -> None:
+        self.target, self.top, self.keep = target, top, keep
         self.weight_VD = target.get_output_embeddings().weight
         device = self.weight_VD.device
         self.head_ids_H = torch.tensor(head_ids, device=device)
         self.columns_V = head_columns(self.head_ids_H.cpu(), len(self.weight_VD)).to(device)
         self.weight_HD = self.weight_VD[self.head_ids_H].clone()
+        self._kept: dict[int | None, States] = {}
 
     @torch.no_grad()
     def law(self, batch: Batch) -> TeacherLaw:
         """Its law at the batch's completion tokens."""
+        states = self._kept[batch.number] if batch.number in self._kept else self._states(batch)
+        targets = Targets(
+            token_n=batch.next_N,
+            top_ids_nK=states.ids_NK,
+            top_logprobs_nK=states.top_NK,
+            tail_n=(1 - states.top_NK.exp().sum(1)).clamp(min=0),
+        )
+        logp_NH = nn.functional.linear(states.hidden_ND, self.weight_HD).float() - states.norm_N1
+        return TeacherLaw(logp_NH=logp_NH, targets=targets, columns_V=self.columns_V)
+
+    def _states(self, batch: Batch) -> States:
         hidden_BTD = self.target.get_decoder()(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
         hidden_ND = hidden_BTD.flatten(0, 1)[batch.at_N]
         parts = [self._chunk(hidden_MD) for hidden_MD in hidden_ND.split(TEACHER_CHUNK)]
-        logp_NH, top_NK, ids_NK = (torch.cat(part) for part in zip(*parts, strict=True))
-        targets = Targets(
-            token_n=batch.next_N,
-            top_ids_nK=ids_NK,
-            top_logprobs_nK=top_NK,
-            tail_n=(1 - top_NK.exp().sum(1)).clamp(min=0),
-        )
-        return TeacherLaw(logp_NH=logp_NH, targets=targets, columns_V=self.columns_V)
+        norm_N1, top_NK, ids_NK = (torch.cat(part) for part in zip(*parts, strict=True))
+        states = States(hidden_ND=hidden_ND, norm_N1=norm_N1, top_NK=top_NK, ids_NK=ids_NK)
+        if batch.number is not None and states.nbytes <= self.keep:
+            self._kept[batch.number] = states
+            self.keep -= states.nbytes
+        return states
 
     def _chunk(self, hidden_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the head's ids [M, H]; the largest ones of all ids and those ids [M, K]."""
+        """States' norm_N1, top_NK and ids_NK of some positions."""
         logits_MV = nn.functional.linear(hidden_MD, self.weight_VD).float()
         norm_M1 = torch.logsumexp(logits_MV, 1, keepdim=True)
         top_MK, ids_MK = logits_MV.max(1, keepdim=True) if self.top == 1 else logits_MV.topk(self.top, dim=1)
-        return nn.functional.linear(hidden_MD, self.weight_HD).float() - norm_M1, top_MK - norm_M1, ids_MK
+        return norm_M1, top_MK - norm_M1, ids_MK
 
 
 def make_student(target: Any, layers: int, head_ids: Sequence[int]) -> Any:
