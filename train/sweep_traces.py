@@ -37,25 +37,41 @@ SELF_TOKENS = 128
 SELF_TEMPERATURE = 0.8
 PREFILL_ROWS = 256
 CHECK_EVERY = 8
+PRINT_SECONDS = 10.0
 REFILL_FROM = 0.25  # of the rows that are done
 
 Job = tuple[Text, float]
 
 
 class Writer:
-    """The target writing in `rows` rows, until a deadline (seconds from its making).
+    """The target writing in `rows` rows, until a deadline (seconds from the beginning of its making).
+
+    plain: without the fast forward and the CUDA graph, which a GPU gets else.
 
     Of each row: its last token, its temperature, how many tokens it has written, at most how many it may, and whether
     it is done. Column `most` of `written_BT` takes what rows write that are done.
     """
 
-    def __init__(self, target: str, *, dtype: str, rows: int, max_tokens: int, longest: int, seconds: float) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        dtype: str,
+        rows: int,
+        max_tokens: int,
+        longest: int,
+        seconds: float,
+        plain: bool = False,
+    ) -> None:
+        self.ends = time.monotonic() + seconds
         models = ModelsConfig(target=target, draft=DraftConfig(keep_layers=1), dtype=dtype)
         self.tokenizer = load_tokenizer(models)
         model = load_target(models, "cuda" if torch.cuda.is_available() else "cpu")
         device = model.device
         self.stops_S = torch.tensor(stop_ids_of(model, self.tokenizer), device=device)
-        self.model = CachedModel(model, num_rows=rows, capacity=longest + max_tokens + 8, fast=None, tuned=False)
+        self.plain = plain or device.type != "cuda"
+        fast = False if plain else None
+        self.model = CachedModel(model, num_rows=rows, capacity=longest + max_tokens + 8, fast=fast, tuned=False)
         self.most = max_tokens
         self.last_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_B = torch.zeros(rows, device=device)
@@ -63,7 +79,6 @@ class Writer:
         self.limit_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done_B = torch.ones(rows, dtype=torch.bool, device=device)
         self.written_BT = torch.zeros(rows, max_tokens + 1, dtype=torch.int64, device=device)
-        self.ends = time.monotonic() + seconds
         self._replay: Callable[[], object] | None = None
 
     def self_prompts(self, count: int) -> list[Text]:
@@ -85,8 +100,13 @@ class Writer:
         texts: list[Text] = []
         waiting, running = iter(jobs), dict[int, Job]()
         self.done_B.fill_(True)
-        more = True
+        more, started = True, time.monotonic()
+        printed = started
         while more or running:
+            if time.monotonic() > printed + PRINT_SECONDS:
+                printed = time.monotonic()
+                tokens = sum(len(text.completion) for text in texts)
+                print(f"{printed - started:.0f} s: {len(texts)} texts, {tokens} tokens", flush=True)
             done = self.done_B.cpu().numpy()
             late = time.monotonic() > self.ends
             if late or not more or done.mean() >= REFILL_FROM:
@@ -146,8 +166,8 @@ class Writer:
     def _step(self) -> None:
         """One token more in every row."""
         if self._replay is None:
-            on_gpu = self.model.device.type == "cuda"
-            self._replay = capture_for(self.model.device)(self._advance, lambda: None) if on_gpu else self._advance
+            advance = self._advance
+            self._replay = advance if self.plain else capture_for(self.model.device)(advance, lambda: None)
         self._replay()
 
     def _advance(self) -> None:
@@ -203,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_tokens=args.max_tokens,
         longest=longest,
         seconds=args.seconds,
+        plain=args.plain,
     )
     torch.manual_seed(stable_seed(args.seed, part))
     print(f"part {args.part}: ready after {time.monotonic() - start:.0f} s", flush=True)
@@ -227,6 +248,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2048, help="decoded together")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop then; what is finished is kept")
+    parser.add_argument("--plain", action="store_true", help="on a GPU: no fast forward, no CUDA graph")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path)
     return parser.parse_args(argv)
