@@ -3,6 +3,7 @@
 P prompts; each contributes a part and a whole (accepted and tested drafts), and a rate is sum of parts / sum of wholes.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,7 @@ def gain_interval(pairs_P2: np.ndarray, base_P2: np.ndarray) -> list[float] | No
     return _bounds(rates[0] - rates[1])
 
 
+@functools.lru_cache(maxsize=16)
 def _resampled(count: int) -> np.ndarray:
     """How often each of `count` prompts is drawn in each resample."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
