@@ -4,13 +4,16 @@ A layer is a pre-norm block: x += o(attention(rotary(qkv(norm x)))), x += down(S
 projections that read the same input are one product: their weights are laid side by side once, and the modules'
 parameters become views of that, so memory is not doubled and the modules work on. What stands between the products is
 in specdec.fast_kernels, attention in specdec.fast_attention. With few tokens the products take in the norms and the
-additions (specdec.fast_residual), so that a layer has four launches and those of attention. Nothing here depends on
-what is in a tensor, and nothing waits for the device. Shapes: B rows of q tokens, T = B * q, E hidden size, C
+additions (specdec.fast_residual), so that a layer has four launches and those of attention; all layers of a small model
+are one launch where there is a kernel for them (specdec.fast_persistent). Nothing here depends on what is in a tensor,
+and nothing waits for the device. Shapes: B rows of q tokens, T = B * q, E hidden size, C
 positions, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +23,19 @@ from torch.nn import functional
 from specdec.fast_attention import attend, counters
 from specdec.fast_kernels import INTERPRETED, add_norm
 from specdec.fast_linear import ROW_CLASSES, Product, Scratch, row_class
+from specdec.fast_persistent import PersistentLayers
 from specdec.fast_residual import Norm, Normed, Residual, embed
 from specdec.fast_tilings import Choices, FusedChoices, choose_fused, choose_tilings, graph_seconds, untimed
 from specdec.kvcache import Plan, RaggedCache
+
+logger = logging.getLogger(__name__)
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TIMED_CONTEXT = 256
 # Timed once a process: engines are made again and again on one model.
 _TILINGS: Choices = {}
 _FUSED_TILINGS: FusedChoices = {}
@@ -75,7 +82,8 @@ class FastDecoder:
     the model's own rotary module, once. num_rows: of the largest batch. tuned: products of a few rows get the kernels
     that are fastest here. Raises ValueError that names the feature it does not compute.
 
-    fused: whether the products of few tokens take in the norms and the additions; benches and tests compare both ways.
+    fused: whether the products of few tokens take in the norms and the additions; persistent: the layers as one launch,
+    None where there is no such kernel for them. Benches and tests compare the ways.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class FastDecoder:
             kv_heads = max(m.self_attn.k_proj.out_features // m.self_attn.head_dim for m in used)
             self.arrived_N = torch.zeros(counters(num_rows, kv_heads), dtype=torch.int32, device=device)
             self.fused, self._fused_classes = tuned, self._choose_tilings() if tuned else ()
+            self.persistent = self._persistent() if tuned and not INTERPRETED else None
 
     def _choose_tilings(self) -> tuple[bool, ...]:
         """How each product is cut up; for which of ROW_CLASSES the products take in the norms and the additions."""
@@ -109,27 +118,63 @@ class FastDecoder:
             choose_tilings(products, graph_seconds, _TILINGS)
         return choose_fused(reading, adding, self._products_alone, graph_seconds, _TILINGS, _FUSED_TILINGS)
 
+    def _persistent(self) -> PersistentLayers | None:
+        """All layers in one launch, for as many tokens as that is faster for than launches are."""
+        try:
+            persistent = PersistentLayers(self.layers, self.angles_CD)
+        except (ValueError, RuntimeError, OSError) as error:
+            logger.debug("the layers stay launches of their own: %s", error)
+            return None
+        shapes = {layer.index: (persistent.shape.kv_heads, self.angles_CD[0].shape[1]) for layer in self.layers}
+        most, context = persistent.most_tokens, min(_TIMED_CONTEXT, len(self.angles_CD[0]))
+        device, dtype = self.embedding_VE.device, self.embedding_VE.dtype
+        cache = RaggedCache(shapes, num_rows=most, capacity=context, dtype=dtype, device=device)
+        while persistent.most_tokens:
+            tokens_B1 = torch.zeros(persistent.most_tokens, 1, dtype=torch.int64, device=device)
+            start_B = torch.full_like(tokens_B1[:, 0], context - 1)
+            plan = cache.plan(start_B, torch.ones_like(start_B), 1, slice(0, len(start_B)), None)
+            seconds = []
+            for self.persistent in (persistent, None):
+                states = partial(self.states, tokens_B1, cache, plan, 1, len(self.layers))
+                seconds.append(graph_seconds(states, repeats=5))
+            if seconds[0] < seconds[1]:
+                return persistent
+            persistent.most_tokens //= 2
+        return None
+
     def forward(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int) -> Tensor:
         """Feed q tokens a row as planned; logits of the last `keep` columns [B, keep, V]."""
         B, q = tokens_Bq.shape
         with torch.cuda.device_of(tokens_Bq):  # Triton launches on the current device
-            if self._fuses(B * q) and self._fuses(B * keep):
-                residual = self._stream(tokens_Bq, len(self.layers), self._attends(cache, plan))
+            if self._fuses(B * keep) and (self._in_one(cache, plan) or self._fuses(B * q)):
+                residual = self._residual(tokens_Bq, cache, plan)
                 return self.head.of(Normed(residual=residual, norm=self.norm, q=q, keep=keep)).view(B, keep, -1)
             return self.head(self.states(tokens_Bq, cache, plan, keep, len(self.layers))).view(B, keep, -1)
 
     def states(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan, keep: int, num_layers: int) -> Tensor:
         """The last `keep` columns after `num_layers` layers [B * keep, E]: normalised after the last one only."""
-        q = tokens_Bq.shape[1]
+        q, every = tokens_Bq.shape[1], num_layers == len(self.layers)
         attention = self._attends(cache, plan)
-        if self._fuses(tokens_Bq.numel()):
+        if every and self._in_one(cache, plan):
+            x_TE, residual_TE = None, self._residual(tokens_Bq, cache, plan).values_TE
+        elif self._fuses(tokens_Bq.numel()):
             x_TE, residual_TE = None, self._stream(tokens_Bq, num_layers, attention).values_TE
         else:
             x_TE, residual_TE = self._by_steps(tokens_Bq, num_layers, attention)
-        if num_layers < len(self.layers):
+        if not every:
             states_TE = residual_TE if x_TE is None else residual_TE + x_TE
             return states_TE.view(len(tokens_Bq), q, -1)[:, q - keep :].flatten(0, 1)
         return add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon, q=q, keep=keep)
+
+    def _in_one(self, cache: RaggedCache, plan: Plan) -> bool:
+        return self.persistent is not None and self.persistent.takes(cache, plan)
+
+    def _residual(self, tokens_Bq: Tensor, cache: RaggedCache, plan: Plan) -> Residual:
+        """The residual stream of few tokens after all layers."""
+        if self.persistent is None or not self.persistent.takes(cache, plan):
+            return self._stream(tokens_Bq, len(self.layers), self._attends(cache, plan))
+        residual = embed(tokens_Bq.flatten(), self.embedding_VE, self.scratch.squares(tokens_Bq.numel(), 1))
+        return self.persistent.stream(residual, cache, plan)
 
     def _fuses(self, rows: int) -> bool:
         return self.fused and rows <= ROW_CLASSES[-1] and self._fused_classes[row_class(rows)]

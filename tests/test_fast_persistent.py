@@ -1,0 +1,132 @@
+"""All layers in one launch against a launch each; and that the kernel compiles, and fits into shared memory."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from specdec import fast_persistent
+from specdec.fast_persistent import Shape, _check
+from specdec.fast_tilings import graph_seconds
+from specdec.model import CachedModel
+
+ROWS, CAPACITY, VOCAB, LAYERS = 16, 200, 1000, 2
+SHARED = 232_448  # bytes a block may have on compute capability 9.0
+QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, width=3072, layers=28, blocks=132)
+QWEN3_17B = Shape(hidden=2048, heads=16, kv_heads=8, width=6144, layers=28, blocks=132)
+# (where each row starts, how many tokens it is fed): ragged rows, a row that is fed nothing, one that begins before its
+# text, longer than one share of the context, and as many tokens as one launch takes.
+PLANS = (
+    ((150,), (1,)),
+    ((150,), (2,)),
+    ((0, -1), (2, 2)),
+    ((5, 180, 0), (1, 0, 1)),
+    ((9, 30, 190, 64), (2, 2, 2, 0)),
+    (tuple(range(3, 195, 12)), (1,) * 16),
+    (tuple(range(3, 195, 24)), (2,) * 8),
+)
+
+
+def model() -> Qwen3ForCausalLM:
+    """Layers of the sizes of Qwen3-0.6B."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=512,
+    )
+    with torch.device("cuda"):
+        return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def quick() -> CachedModel:
+    made = CachedModel(model(), num_rows=ROWS, capacity=CAPACITY, fast=True)
+    assert made._fast is not None
+    assert made._fast.persistent is not None
+    made._fast.persistent.most_tokens = fast_persistent.MOST_TOKENS
+    return made
+
+
+@torch.inference_mode()
+def run(quick: CachedModel, starts: tuple[int, ...], news: tuple[int, ...], *, one: bool, graph: bool = False):
+    """(logits of real tokens, caches) after random keys and values; one: in one launch."""
+    decoder, cache = quick._fast, quick.cache
+    persistent, decoder.persistent = decoder.persistent, decoder.persistent if one else None
+    generator = torch.Generator("cuda").manual_seed(1)
+    for tensors in cache.layers.values():
+        for tensor in tensors:
+            tensor.normal_(generator=generator)
+    B, q = len(starts), max(news)
+    tokens_Bq = torch.arange(B * q, device="cuda").view(B, q) % VOCAB
+    start_B, new_B = torch.tensor([starts, news], device="cuda")
+    plan = cache.plan(start_B, new_B, q, slice(0, B), None)
+    assert decoder._in_one(cache, plan) == one
+    try:
+        if graph:
+            graph_seconds(lambda: decoder.forward(tokens_Bq, cache, plan, 1), repeats=3)
+        logits_BqV = decoder.forward(tokens_Bq, cache, plan, q)
+    finally:
+        decoder.persistent = persistent
+    real_Bq = plan.slots_Bq != CAPACITY
+    assert torch.isfinite(logits_BqV).all()
+    return logits_BqV[real_Bq].clone(), [t[..., :CAPACITY, :].clone() for pair in cache.layers.values() for t in pair]
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("starts", "news"), PLANS)
+def test_one_launch_gives_what_a_launch_each_gives(quick, starts, news) -> None:
+    logits, caches = run(quick, starts, news, one=True)
+    expected, others = run(quick, starts, news, one=False)
+    assert error(logits, expected) < 0.03
+    for got, other in zip(caches, others, strict=True):
+        assert error(got, other) < 2e-3
+        assert (got != other).float().mean() < 0.01  # nothing is written where there is no new token
+    again, _ = run(quick, starts, news, one=True, graph=True)
+    assert torch.equal(again, logits)
+
+
+@pytest.mark.gpu
+def test_many_tokens_or_queries_stay_launches(quick) -> None:
+    cache = quick.cache
+    for B, q in ((16, 2), (1, 3)):
+        zero_B = torch.zeros(B, dtype=torch.int64, device="cuda")
+        plan = cache.plan(zero_B, zero_B + q, q, slice(0, B), None)
+        assert not quick._fast._in_one(cache, plan)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_17B])
+@pytest.mark.parametrize(("tokens", "q"), [(1, 1), (4, 2), (16, 1), (16, 2)])
+def test_the_kernel_compiles_and_fits(tmp_path: Path, shape: Shape, tokens: int, q: int) -> None:
+    """By CUDA's compiler, where there is one: what is reckoned for shared memory is enough for the struct."""
+    slots = shape.slots(tokens, q, SHARED)
+    if shape == QWEN3_06B:
+        assert slots >= shape.least_slots()
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    source = tmp_path / "kernel.cu"
+    kernel = Path(fast_persistent.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    source.write_text(f'{kernel}\nstatic_assert(sizeof(Shared) <= {SHARED}, "room");\n', encoding="utf-8")
+    options = fast_persistent.options_of(shape, tokens, q, max(slots, 1))
+    command = ["nvcc", "-arch=sm_90", "-cubin", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_that_the_kernel_is_not_for_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"capability is 8\.0"):
+        _check([], QWEN3_06B, (8, 0))
