@@ -91,9 +91,12 @@ def _speed(result: Mapping[str, Any]) -> Iterator[str]:
     rows = [row for row in result["rows"] if "gate" not in row]
     first = rows[0]
     yield f"- Target: {first['target']}, draft: {first['draft']}, in {first['dtype']}; weights: {first['weights']}"
+    made = first["prompt_set"] == "random"
+    prompts = f"{first['prompt_tokens']} random" if made else f"{first['prompt_set']}, at most {first['prompt_tokens']}"
+    sampled = " unless T is named" if any(row["temperature"] for row in rows) else ""
     yield (
-        f"- Requests: so many at once as the batch, {first['prompt_tokens']} random prompt tokens, "
-        f"{first['new_tokens']} new tokens each, greedy"
+        f"- Requests: so many at once as the batch, {prompts} prompt tokens, {first['new_tokens']} new tokens each, "
+        f"greedy{sampled}"
     )
     yield (
         "- Tokens/s: new tokens after every request has its first one, over the time from there to the end of the last "
