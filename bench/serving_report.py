@@ -17,7 +17,7 @@ from bench.serving_tables import load_name, method_table, serving_table
 from bench.tables import evidence_table, gate_table, number, plain_table
 from pipeline.tables import to_markdown
 
-STAGES = ("vllm_speed", "vllm_identity", "05_bench_vllm", "05_smoke", "vllm_lengths", "draft_window")
+STAGES = ("vllm_speed", "vllm_identity", "vllm_law", "05_bench_vllm", "05_smoke", "vllm_lengths", "draft_window")
 OUT = "RESULTS_SERVING.md"
 BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
@@ -59,6 +59,10 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         return
     if result["stage"] == "vllm_identity":
         yield "\nGreedy texts with the plugin against those without speculation, and each that parts:\n"
+        yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
+        return
+    if result["stage"] == "vllm_law":
+        yield "\nSampled text with the plugin against the target's law, enumerated; the control must not follow it:\n"
         yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
         return
     if result["stage"] == "draft_window":

@@ -156,9 +156,9 @@ def cells_of(method: Method, batch: int, temperature: float, sizes: Sizes) -> It
         yield cell(method.k, rank, alphas, told)
         for k in method.ks:
             if k and len(alphas) < 2:  # under a load that shifts a fixed length's speed follows from the two
-                yield cell(k, 6 if place else 5, alphas, told, controller="fixed")
+                yield cell(k, 5 if first and not place else 6, alphas, told, controller="fixed")
     if 0 in method.ks:
-        yield cell(0, 5, controller="fixed")
+        yield cell(0, 5 if first else 6, controller="fixed")
 
 
 def _acceptances(method: Method, sizes: Sizes) -> Iterator[tuple[tuple[float, ...], str | None]]:

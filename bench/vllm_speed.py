@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -123,8 +124,9 @@ class SpeedBench:
     def _started(self, methods: Sequence[Method]) -> Iterator[Wave]:
         wave, begin = Wave(), self.clock()
         try:
-            for place, method in enumerate(methods):
-                folder, cache = self.work / "plugin", self.work / f"cache-{place}"
+            caches = {method.name: self._cache(method.name) for method in methods}
+            for method in methods:
+                folder, cache = self.work / "plugin", caches[method.name]
                 env = environment(method, on_gpu=self.models.on_gpu, folder=folder, cache=cache)
                 wave.add(method.name, Worker(job(method, self.models, self.sizes), env, self._log(method.name)))
             for name, error in wave.wait(min(START_S, self.deadline - self.clock())).items():
@@ -191,7 +193,19 @@ class SpeedBench:
         return told(self._log(name)) | {"kv_kib_per_token": kib}
 
     def _log(self, name: str) -> Path:
-        return self.work / "logs" / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.log"
+        return self.work / "logs" / f"{_slug(name)}.log"
+
+    def _cache(self, name: str) -> Path:
+        """The method's folder for compiled code, before any engine of its wave is started: at first with what engines
+        of earlier waves compiled. vLLM names all in it by what it is compiled from."""
+        folder = self.work / "caches" / _slug(name)
+        for other in [] if folder.exists() else sorted(folder.parent.glob("*")):
+            shutil.copytree(other, folder, dirs_exist_ok=True)
+        return folder
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
 
 
 def free_gib() -> float:

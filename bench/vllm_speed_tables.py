@@ -82,6 +82,7 @@ def engines(rows: Sequence[Row]) -> pd.DataFrame:
     last = {row["method"]: row for row in rows if "start_s" in row}
     names = {
         "start s": "start_s",
+        "compiled in s": "compile_s",
         "target graphs": "target_graphs",
         "captured in s": "capture_s",
         "graphs GiB": "capture_gib",

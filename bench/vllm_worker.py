@@ -236,15 +236,16 @@ class SpeedEngine:
         }
 
     def texts(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Greedy texts of all prompts at once: {"ids"}, and with logprobs "top", by token its likeliest and their
-        logprobs. ks: the draft lengths of one step after the other, where the plugin asks a controller."""
+        """Texts of all prompts at once, greedy ones without "sampling": {"ids"}, and with logprobs "top", by token its
+        likeliest and their logprobs. ks: the draft lengths of one step after the other, where the plugin asks a
+        controller."""
         from vllm import SamplingParams
 
         if self.pilot is not None:
             self.pilot.controller = InTurn(asked["ks"])
         self.counts = Counts()
         params = SamplingParams(
-            temperature=0.0,
+            **asked.get("sampling", {"temperature": 0.0}),
             max_tokens=asked["new_tokens"],
             logprobs=asked["logprobs"],
             ignore_eos=True,

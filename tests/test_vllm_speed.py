@@ -18,6 +18,7 @@ from bench import serving_report, vllm_speed, vllm_speed_gate, vllm_speed_tables
 from bench.vllm_engines import Models, environment, fitting, job, random_models
 from bench.vllm_methods import METHODS, Method, Sizes, ordered
 from bench.vllm_worker import Counts, SpeedEngine, round_times
+from pipeline import tiny
 from pipeline.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,6 +155,58 @@ def test_time_ends_between_two_rows_and_the_next_call_goes_on(stand_in: Path, mo
         assert run(stand_in) == code
         assert len(rows_of(stand_in)) == expected
     assert turns(stand_in).count("start draft-k4") == 2
+
+
+def test_time_that_takes_no_other_engines_is_for_the_cells_of_those_that_are_up(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fit at once; what comes last for them waits for the third as long as there is time for its start."""
+    ngram = replace(NGRAM, name="ours", controller="adaptive", ks=(2,))
+    monkeypatch.setattr(vllm_speed, "METHODS", (NONE, ngram, NATIVE))
+    planned(stand_in, names={"none": "none", "draft_model": "draft-k4", "ngram": "ours"})
+    assert run(stand_in, "--at-once", "2") == 0
+    order = [(row["method"], row["controller"]) for row in rows_of(stand_in).values()]
+    assert order.index(("draft-k4", "fixed")) < order.index(("ours", "fixed"))
+    (stand_in / "out.json").unlink()
+    monkeypatch.setattr(vllm_speed.SpeedBench, "_too_late", lambda self: bool(self.rows.rows))
+    assert run(stand_in, "--at-once", "2") == 3
+    order = [(row["method"], row["controller"]) for row in rows_of(stand_in).values()]
+    assert order.count(("ours", "fixed")) == 2
+    assert ("draft-k4", "fixed") not in order
+
+
+def test_an_engine_begins_with_what_earlier_waves_compiled(stand_in: Path, tmp_path: Path) -> None:
+    assert run(stand_in, "--methods", "none", "--work", str(tmp_path / "work")) == 0
+    caches = tmp_path / "work" / "caches"
+    (caches / "none").mkdir(parents=True, exist_ok=True)
+    (caches / "none" / "compiled").write_text("x")
+    (stand_in / "out.json").unlink()
+    assert run(stand_in, "--methods", "none", "ngram", "--work", str(tmp_path / "work")) == 0
+    assert (caches / "ngram" / "compiled").read_text() == "x"
+
+
+def test_a_pair_of_real_weights(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of a file, greedy and sampled; each temperature beside its own plain decoding; no gate."""
+    for name in ("target", "draft"):
+        (stand_in / name).mkdir()
+        tiny.make("qwen3", stand_in / name)
+    file = stand_in / "questions.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Why?", "What is it?", "x" * 900)))
+    named = ["--target", str(stand_in / "target"), "--draft", str(stand_in / "draft")]
+    given = [*named, "--prompts", str(file), "--out", str(stand_in / "out.json")]
+    assert vllm_speed.main([*given, "--methods", "none", "draft-k4"]) == 0
+    result = read_result(stand_in / "out.json")
+    assert result["run"] == "target"
+    assert result["gates"]["G6"]["state"] == "not run"
+    assert len(result["rows"]) == 16
+    row = next(row for row in result["rows"] if row["cell"] == "draft-k4, batch 64, fixed 4, real, T = 1")
+    assert (row["speedup"], row["temperature"], row["prompt_set"]) == (1.0, 1.0, "questions")
+    assert row["prompt_tokens"] < 100
+    page = serving_report.render({"results/x.json": result})
+    assert "| draft-k4 | 4 | real, T = 1 |" in page
+    assert "greedy unless T is named" in page
+    assert vllm_speed.main([*named[:2], "--draft", str(stand_in), *given[4:]]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
 
 
 def test_arguments(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
