@@ -30,7 +30,7 @@ SHARE = 0.03  # of the GPU: what vLLM asks to be free when it starts, and nothin
 PREFILL_TOKENS = 8192  # most tokens of a step; bounds the activations of each engine
 BLOCK, CPU_BLOCK = 16, 32  # tokens of a KV block; the CPU's attention takes no smaller one
 LONGEST_DRAFT = 16
-# CUDA context, activations and graphs of an engine: without drafts, with drafts, with the plugin's graphs by length
+# CUDA context, activations and graphs of an engine: without a draft model, with one, with the plugin's graphs by length
 REST_GIB, REST_DRAFTING_GIB, REST_PLUGIN_GIB = 3.0, 4.0, 5.0
 TINY_REAL = "real (a noisy copy drafts)"
 WHOLE = "$WHOLE"  # the draft as vLLM takes it: with a head over the whole vocabulary
@@ -66,7 +66,7 @@ class Models:
         model = _model(method)
         own = self.kv[model] * longest(sizes) * max(sizes.batches) if _runs_own(method) else 0
         drafting = REST_DRAFTING_GIB if method.plugin is None else REST_PLUGIN_GIB
-        rest = REST_GIB if method.controller == "none" else drafting
+        rest = REST_GIB if model == "none" else drafting
         taken = self.weights[""] + self.weights.get(model, 0) + self.pool_bytes(method, sizes) + own
         return taken / GIB + rest
 

@@ -222,7 +222,7 @@ def test_arguments(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_that_only_measures_needs_no_package_for_data() -> None:
     """A GPU's bare image has torch, transformers and vLLM."""
     lacking = "import sys; sys.modules.update(dict.fromkeys(['pyarrow', 'datasets', 'submitit', 'datasketch']))"
-    command = f"{lacking}; import bench.vllm_speed, bench.vllm_worker, bench.vllm_identity"
+    command = f"{lacking}; import bench.vllm_speed, bench.vllm_worker, bench.vllm_identity, bench.vllm_law"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
 
