@@ -15,11 +15,22 @@ from typing import Any
 import pytest
 
 from bench import serving_report, vllm_speed, vllm_speed_gate, vllm_speed_tables, vllm_turns
-from bench.vllm_engines import Models, environment, fitting, job, random_models
+from bench.vllm_engines import (
+    REAL,
+    Models,
+    arguments,
+    environment,
+    fitting,
+    job,
+    possible,
+    random_models,
+    real_models,
+)
 from bench.vllm_methods import METHODS, Method, Sizes, ordered
 from bench.vllm_worker import Counts, SpeedEngine, round_times
 from pipeline import tiny
 from pipeline.results import read_result
+from tests.draft_folders import pruned_draft
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE, OURS, _, NATIVE = METHODS[:4]
@@ -288,6 +299,20 @@ def test_what_an_engine_is_started_with(models: Models, tmp_path: Path) -> None:
     assert (Path(env[OURS.name]["PYTHONPATH"].split(":")[0]) / "specdec-0.dist-info").is_dir()
 
 
+def test_vllm_drafts_with_a_whole_head_and_the_plugin_with_the_pruned_one(data_root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    tiny.make("llama", target)
+    pair = real_models(target, pruned_draft(tmp_path / "pruned"))
+    told = {m.name: arguments(m, pair, REAL) for m in possible(METHODS, pair) if m.drafter == "model"}
+    drafts = {name: Path(given["speculative_config"]["model"]).name for name, given in told.items()}
+    assert drafts[OURS.name] == "pruned"
+    assert drafts["draft-k4"] == drafts["plugin"] != "pruned"
+    assert all("load_format" not in given for given in told.values())
+    assert "rejection_sample_method" not in told["draft-k4"]["speculative_config"]
+    assert "eagle3" not in [method.name for method in possible(METHODS, pair)]
+
+
 def test_engines_that_fit_together(models: Models) -> None:
     sizes = Sizes()
     each = models.gib(NATIVE, sizes)
@@ -325,6 +350,12 @@ def test_times_are_of_whole_batches() -> None:
         "draft_ms_by_k": pytest.approx([0, 4, 8, 16]), "verify_ms_by_k": pytest.approx([6, 10, 10, 10]),
     }  # fmt: skip
     assert round_times([], 4) == {}
+
+
+def test_passes_take_the_given_prompts_one_after_the_other() -> None:
+    engine = SpeedEngine.__new__(SpeedEngine)
+    engine.job = {"prompts": [[1], [2, 2], [3]]}
+    assert [engine.prompts(2, seed) for seed in range(3)] == [[[1], [2, 2]], [[3], [1]], [[2, 2], [3]]]
 
 
 def test_decoding_begins_when_every_request_has_a_token() -> None:
@@ -405,6 +436,9 @@ def test_speeds_are_against_the_same_runner() -> None:
     eagle = measured("eagle3", "fixed", {1: 300})[0] | {"runner": "V2"}
     *_, row = vllm_speed_gate.with_speedups([*PLAIN, *v2, eagle])
     assert (row["speedup"], row["of_plain_v1"], row["of_plain_v2"]) == (0.75, 1.5, 0.75)
+    sampled = [row | {"temperature": 1.0, "tokens_per_s": row["tokens_per_s"] / 2} for row in (PLAIN[0], FAST[0])]
+    *_, row = vllm_speed_gate.with_speedups([*PLAIN, *sampled])
+    assert row["speedup"] == pytest.approx(430 / 200)
 
 
 def test_whole_calls_are_shown_beside_decoding() -> None:
