@@ -43,6 +43,31 @@ def test_the_law_is_of_the_weights_as_served(tmp_path: Path) -> None:
     assert not vllm_law.follows(check_law(others, law, seed=0))
 
 
+def test_text_of_another_law_is_not_as_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for vLLM, with and without one that hands out text at 0.8 whatever it is asked for."""
+    monkeypatch.setattr(vllm_law, "FAMILIES", {"temperature": {"temperature": 0.8}})
+    target, _ = vllm_law.pair(tmp_path, "float32")
+    laws = {t: vllm_law.law_of(target, {"temperature": t}) for t in (0.8, 0.9)}
+    rng = np.random.default_rng(0)
+
+    class Worker:
+        def __init__(self, obeys: bool) -> None:
+            self.obeys = obeys
+
+        def ask(self, asked: Any, key: str) -> dict[str, Any]:
+            law = laws[asked["sampling"]["temperature"] if self.obeys else 0.8]
+            cells = rng.choice(law.size, size=len(asked["prompts"]), p=law.ravel() / law.sum())
+            ids = np.stack(np.unravel_index(cells, law.shape), axis=1).tolist()
+            return {key: [{"ids": row} for row in ids], "counts": {"drafted": 2, "accepted": 1}}
+
+    for obeys in (True, False):
+        found = list(vllm_law.drawn(Worker(obeys), {"temperature": laws[0.8]}, vllm_law.SAMPLES))  # type: ignore[arg-type]
+        assert [row["settings"] for row in found] == ["temperature", CONTROL]
+        assert [row["as_expected"] for row in found] == [True, obeys]
+    swapped = list(vllm_law.drawn(Worker(True), {"temperature": laws[0.9]}, vllm_law.SAMPLES))  # type: ignore[arg-type]
+    assert not swapped[0]["as_expected"]
+
+
 def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "x.json"), "--samples", "0"])

@@ -27,6 +27,7 @@ from bench.vllm_engines import (
     real_models,
 )
 from bench.vllm_methods import METHODS, Method, Sizes, ordered
+from bench.vllm_speed_rows import told
 from bench.vllm_worker import Counts, SpeedEngine, round_times
 from pipeline import tiny
 from pipeline.results import read_result
@@ -337,6 +338,17 @@ def test_counts_are_by_row_and_round() -> None:
     assert (counts.rounds, counts.reached) == (2, 6)
     assert counts.values(tokens=11, requests=1) == {"mean_k": 8 / 5, "alpha": 5 / 6, "tokens_per_round": 3.5}
     assert Counts().values(tokens=9, requests=1) == {"mean_k": 0.0, "alpha": None, "tokens_per_round": 1.0}
+
+
+def test_what_a_log_says_of_a_start(tmp_path: Path) -> None:
+    lines = (
+        "INFO [gpu_model_runner.py:5348] Model loading took 15.27 GiB memory and 2.345678 seconds",
+        "INFO [monitor.py:53] torch.compile took 24.31 s in total",
+        "INFO [core.py:341] init engine (profile, create kv cache, warmup model) took 61.02 s (compilation: 24.31 s)",
+    )
+    (tmp_path / "log").write_text("\n".join(lines))
+    found = told(tmp_path / "log")
+    assert (found["load_s"], found["compile_s"], found["init_s"]) == (2.345678, 24.31, 61.02)
 
 
 def test_times_are_of_whole_batches() -> None:
