@@ -27,6 +27,7 @@ def test_the_gate_asks_every_case() -> None:
     assert law_gate([ROW | {"accepted": 9}])["state"] == "fail"  # nothing was rejected: the rule was not tried
     assert law_gate([ROW, {"method": "own", "dtype": "float32", "not_run": "no memory"}])["state"] == "not run"
     assert law_gate([])["state"] == "not run"
+    assert law_gate([ROW | {"method": "none", "drafted": 0, "accepted": 0}])["state"] == "pass"
 
 
 def test_the_law_is_of_the_weights_as_served(tmp_path: Path) -> None:
@@ -81,5 +82,5 @@ def test_real_vllm_follows_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert main(["--out", str(tmp_path / "out.json"), "--samples", "3000", "--dtypes", "float32"]) == 0
     result = read_result(tmp_path / "out.json")
-    assert len(result["rows"]) == 2 * (len(FAMILIES) + 1)
+    assert len(result["rows"]) == 3 * (len(FAMILIES) + 1)
     assert "Sampled text with the plugin" in serving_report.render({"results/vllm_law.json": result})
