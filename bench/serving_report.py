@@ -17,7 +17,7 @@ from bench.serving_tables import load_name, method_table, serving_table
 from bench.tables import evidence_table, gate_table, number, plain_table
 from pipeline.tables import to_markdown
 
-STAGES = ("vllm_speed", "vllm_identity", "05_bench_vllm", "05_smoke", "vllm_lengths", "draft_window")
+STAGES = ("vllm_speed", "vllm_identity", "vllm_law", "05_bench_vllm", "05_smoke", "vllm_lengths", "draft_window")
 OUT = "RESULTS_SERVING.md"
 BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
@@ -61,6 +61,10 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         yield "\nGreedy texts with the plugin against those without speculation, and each that parts:\n"
         yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
         return
+    if result["stage"] == "vllm_law":
+        yield "\nSampled text with the plugin against the target's law, enumerated; the control must not follow it:\n"
+        yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
+        return
     if result["stage"] == "draft_window":
         yield "\nA draft that attends to its latest tokens alone; pool_lost: how much less the KV cache then holds:\n"
         yield f"{to_markdown(plain_table(result))}\n"
@@ -91,9 +95,12 @@ def _speed(result: Mapping[str, Any]) -> Iterator[str]:
     rows = [row for row in result["rows"] if "gate" not in row]
     first = rows[0]
     yield f"- Target: {first['target']}, draft: {first['draft']}, in {first['dtype']}; weights: {first['weights']}"
+    made = first["prompt_set"] == "random"
+    prompts = f"{first['prompt_tokens']} random" if made else f"{first['prompt_set']}, at most {first['prompt_tokens']}"
+    sampled = " unless T is named" if any(row["temperature"] for row in rows) else ""
     yield (
-        f"- Requests: so many at once as the batch, {first['prompt_tokens']} random prompt tokens, "
-        f"{first['new_tokens']} new tokens each, greedy"
+        f"- Requests: so many at once as the batch, {prompts} prompt tokens, {first['new_tokens']} new tokens each, "
+        f"greedy{sampled}"
     )
     yield (
         "- Tokens/s: new tokens after every request has its first one, over the time from there to the end of the last "

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,26 @@ from bench.serving_methods import CHECKOUT, CPU_SETTINGS, SWITCH, record_of_chec
 from bench.shapes import config_of, random_model
 from bench.tiny_models import noisy_copy, tiny_model
 from bench.vllm_methods import DRAFT, HEAD, Method, Sizes
+from data.common import encode_prompt
+from pipeline import rows
 
 SHARE = 0.03  # of the GPU: what vLLM asks to be free when it starts, and nothing else
 PREFILL_TOKENS = 8192  # most tokens of a step; bounds the activations of each engine
 BLOCK, CPU_BLOCK = 16, 32  # tokens of a KV block; the CPU's attention takes no smaller one
 LONGEST_DRAFT = 16
-# CUDA context, activations and graphs of an engine: without drafts, with drafts, with the plugin's graphs by length
+# CUDA context, activations and graphs of an engine: without a draft model, with one, with the plugin's graphs by length
 REST_GIB, REST_DRAFTING_GIB, REST_PLUGIN_GIB = 3.0, 4.0, 5.0
 TINY_REAL = "real (a noisy copy drafts)"
+WHOLE = "$WHOLE"  # the draft as vLLM takes it: with a head over the whole vocabulary
+# A pair's own acceptance, greedy and sampled; a prompt of more tokens is left out.
+REAL = Sizes(alphas=(), shifting=(), real="real", temperatures=(0.0, 1.0), new_tokens=128)
+LONGEST_PROMPT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Folders by $DRAFT, $EAGLE3 and "" for the target. weights: bytes; kv: bytes a token."""
+    """Folders by $DRAFT, $EAGLE3, $WHOLE and "" for the target. weights: bytes; kv: bytes a token; made: vLLM makes the
+    weights."""
 
     folders: Mapping[str, str]
     weights: Mapping[str, int]
@@ -42,6 +50,7 @@ class Models:
     vocab: int
     on_gpu: bool
     names: Mapping[str, Any]
+    made: bool = False
 
     def pool_bytes(self, method: Method, sizes: Sizes) -> int:
         """KV of the largest batch."""
@@ -57,7 +66,7 @@ class Models:
         model = _model(method)
         own = self.kv[model] * longest(sizes) * max(sizes.batches) if _runs_own(method) else 0
         drafting = REST_DRAFTING_GIB if method.plugin is None else REST_PLUGIN_GIB
-        rest = REST_GIB if method.controller == "none" else drafting
+        rest = REST_GIB if model == "none" else drafting
         taken = self.weights[""] + self.weights.get(model, 0) + self.pool_bytes(method, sizes) + own
         return taken / GIB + rest
 
@@ -93,6 +102,7 @@ def random_models(shapes: Path, target: str, draft: str, folder: Path) -> Models
         vocab=configs[""].vocab_size,
         on_gpu=True,
         names={"target": target, "draft": draft, "dtype": "bfloat16", "weights": "random"},
+        made=True,
     )
 
 
@@ -105,6 +115,53 @@ def _written(folder: Path, values: Mapping[str, Any]) -> str:
 def _weight_bytes(config: Any) -> int:
     module = random_model(config, "meta", torch.bfloat16, 0)
     return sum(weight.nbytes for weight in module.parameters())
+
+
+def real_models(target: Path, draft: Path) -> Models:
+    """Folders with weights; the draft's head may be pruned. ValueError for those that cannot be used."""
+    from transformers import AutoConfig
+
+    for folder in (target, draft):
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json; expected a model's folder, as transformers saves one")
+    on_gpu = torch.cuda.is_available()
+    roles = {"": target, DRAFT: draft}
+    configs = {role: AutoConfig.from_pretrained(path, local_files_only=True) for role, path in roles.items()}
+    return Models(
+        folders={role: str(path.resolve()) for role, path in (roles | {WHOLE: with_whole_head(draft)}).items()},
+        weights={role: _weight_bytes(config) for role, config in configs.items()},
+        kv={role: kv_bytes_by_config(config, torch.bfloat16) for role, config in configs.items()},
+        vocab=configs[""].vocab_size,
+        on_gpu=on_gpu,
+        names={
+            "target": target.name,
+            "draft": draft.name,
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "weights": "real",
+        },
+    )
+
+
+def with_whole_head(draft: Path) -> Path:
+    """The draft as vLLM takes it."""
+    from bench.serving_drafts import whole_head
+    from specdec.pruned import is_pruned
+
+    return whole_head(draft) if is_pruned(draft) else draft
+
+
+def real_sizes(target: Path, file: Path) -> Sizes:
+    """For prompts of a JSONL file, which pipeline.rows reads, in an order drawn once. ValueError for a file or target
+    that cannot be used."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    read = [rows.read(json.loads(line))[0] for line in file.read_text(encoding="utf-8").splitlines()]
+    encoded = [ids for ids in (encode_prompt(tokenizer, each) for each in read) if len(ids) <= LONGEST_PROMPT]
+    if not encoded:
+        raise ValueError(f"{file}: none of {len(read)} prompts has {LONGEST_PROMPT} tokens or fewer")
+    random.Random(0).shuffle(encoded)
+    return replace(REAL, prompts=encoded, prompt_set=file.stem, prompt_tokens=max(map(len, encoded)))
 
 
 def tiny_models(folder: Path) -> Models:
@@ -132,6 +189,8 @@ def job(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
         "ks": sorted({method.k, *method.ks}),
         "vocab": models.vocab,
         "batches": list(sizes.batches),
+        "temperatures": list(sizes.temperatures),
+        "prompts": [list(ids) for ids in sizes.prompts],
         "prompt_tokens": sizes.prompt_tokens,
         "new_tokens": sizes.new_tokens,
     }
@@ -147,7 +206,9 @@ def arguments(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
         pool_bytes=models.pool_bytes(method, sizes) if models.on_gpu else None,
     )
     if models.on_gpu:
-        given |= {"load_format": "dummy", "max_num_batched_tokens": PREFILL_TOKENS}
+        given["max_num_batched_tokens"] = PREFILL_TOKENS
+    if models.made:
+        given["load_format"] = "dummy"
     if method.async_scheduling is not None:
         given["async_scheduling"] = method.async_scheduling
     if method.speculative:
@@ -178,7 +239,9 @@ def shared_arguments(model: str, dtype: str, *, longest: int, rows: int, pool_by
 def _speculative(method: Method, models: Models, sizes: Sizes) -> dict[str, Any]:
     config = {**method.speculative, "num_speculative_tokens": method.k}
     if "model" in config:
-        config["model"] = models.folders[config["model"]]
+        own = models.folders[config["model"]]
+        whole = config["model"] == DRAFT and not _runs_own(method)
+        config["model"] = models.folders.get(WHOLE, own) if whole else own
     if sizes.real is None:
         config["rejection_sample_method"] = "synthetic"
         if method.tokens_per_round is not None:
@@ -203,6 +266,11 @@ def environment(method: Method, *, on_gpu: bool, folder: Path, cache: Path) -> d
     if method.plugin is not None:
         paths.insert(0, str(record_of_checkout(folder)))
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def possible(methods: Sequence[Method], models: Models) -> list[Method]:
+    """Those whose draft there is."""
+    return [method for method in methods if _model(method) in ("none", *models.folders)]
 
 
 def fitting(methods: Sequence[Method], models: Models, sizes: Sizes, *, free_gib: float, most: int) -> list[Method]:

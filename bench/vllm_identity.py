@@ -26,7 +26,7 @@ import torch
 from bench.memory import GIB
 from bench.serving_checks import LOGPROBS, TIE, compare, parting
 from bench.tiny_models import noisy_copy, tiny_model
-from bench.vllm_engines import environment, shared_arguments
+from bench.vllm_engines import environment, shared_arguments, with_whole_head
 from bench.vllm_methods import DRAFT, OWN, Method
 from bench.vllm_speed_rows import short
 from bench.vllm_turns import START_S, Wave, Worker, WorkerError
@@ -86,11 +86,8 @@ def random_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def drafts_of(draft: Path) -> dict[str, str]:
-    """The folder that each method drafts with: vLLM needs a head over the whole vocabulary."""
-    from bench.serving_drafts import whole_head
-    from specdec.pruned import is_pruned
-
-    whole = whole_head(draft) if is_pruned(draft) else draft
+    """The folder that each method drafts with."""
+    whole = with_whole_head(draft)
     return {method.name: str((whole if method.name == "plugin" else draft).resolve()) for method in METHODS}
 
 

@@ -80,14 +80,18 @@ METHODS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The bench's extent. alphas: the acceptances imposed, the one that targets are about first; shifting: two that
-    take turns pass by pass; none of both where acceptance is `real`, which says of what kind. passes_of_few: with fewer
-    than four rows, since acceptance is drawn."""
+    """The bench's extent. batches: the one that is missed least comes last. alphas: the acceptances imposed, the one
+    that targets are about first; shifting: two that take turns pass by pass; none of both where acceptance is `real`,
+    which says of what kind. prompts: ids of each, of the set so called; random ones of prompt_tokens where there are
+    none, else that is the longest's. passes_of_few: with fewer than four rows, since acceptance is drawn."""
 
     batches: Sequence[int] = (1, 16, 64, 4)
-    alphas: Sequence[float] = (0.87, 0.6, 0.35)
+    alphas: Sequence[float] = (0.87, 0.35, 0.6)
     shifting: tuple[float, ...] = (0.87, 0.35)
     real: str | None = None
+    temperatures: Sequence[float] = (0.0,)
+    prompts: Sequence[Sequence[int]] = ()
+    prompt_set: str = "random"
     prompt_tokens: int = 256
     new_tokens: int = 256
     passes: int = 3
@@ -100,7 +104,7 @@ class Sizes:
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One row of the result. alphas: the acceptance of one pass after the other, none where there is nothing to impose;
-    acceptance: what the row says of it; rank: 0 for what the targets are about, 3 for what comes last."""
+    acceptance: what the row says of it; rank: 0 for what the targets are about, 6 for what comes last."""
 
     method: str
     batch: int
@@ -108,35 +112,53 @@ class Cell:
     k: int
     alphas: tuple[float, ...] = ()
     acceptance: str | None = None
+    temperature: float = 0.0
     rank: int = 0
 
     @property
     def name(self) -> str:
         """Says which cell a row is; the same in every run."""
         length = self.controller if self.controller == "none" else f"{self.controller} {self.k}"
-        return ", ".join([self.method, f"batch {self.batch}", length, *([self.acceptance] if self.acceptance else [])])
+        about = [self.acceptance] if self.acceptance else []
+        about += [f"T = {self.temperature:g}"] if self.temperature else []
+        return ", ".join([self.method, f"batch {self.batch}", length, *about])
 
 
 def ordered(methods: Sequence[Method], sizes: Sizes) -> list[Cell]:
-    """Every cell once: by rank, then batch, then method."""
-    found = [cell for method in methods for batch in sizes.batches for cell in cells_of(method, batch, sizes)]
-    return sorted(found, key=lambda cell: (cell.rank, sizes.batches.index(cell.batch)))
+    """Every cell once: by rank, then batch, then method. Where drafts are accepted less often, or by turns, the largest
+    batch comes first: they cost most there."""
+    found = [
+        cell
+        for method in methods
+        for batch in sizes.batches
+        for temperature in sizes.temperatures
+        for cell in cells_of(method, batch, temperature, sizes)
+    ]
+    return sorted(found, key=lambda c: (c.rank, -c.batch if c.rank in (1, 2) else sizes.batches.index(c.batch)))
 
 
-def cells_of(method: Method, batch: int, sizes: Sizes) -> Iterator[Cell]:
+def cells_of(method: Method, batch: int, temperature: float, sizes: Sizes) -> Iterator[Cell]:
+    """Rank 0: ours and what it is measured against; 1 and 2: ours at other acceptances or temperatures, and where two
+    take turns; 3 and 4: other methods, and these at what is missed least; 5: ours at fixed lengths; 6: the rest."""
+    adaptive = method.controller == ADAPTIVE
+    ours = adaptive or (method.controller == "none" and method.runner == "V1")
+    first = temperature == sizes.temperatures[0]
+
     def cell(k: int, rank: int, alphas: tuple[float, ...] = (), acceptance: str | None = None, **more: Any) -> Cell:
         named = {"method": method.name, "controller": method.controller} | more
-        return Cell(batch=batch, k=k, rank=rank, alphas=alphas, acceptance=acceptance, **named)
+        return Cell(batch=batch, k=k, rank=rank, alphas=alphas, acceptance=acceptance, temperature=temperature, **named)
 
-    imposed = list(_acceptances(method, sizes))
-    adaptive = method.controller == ADAPTIVE
-    for place, (alphas, told) in enumerate(imposed):
-        yield cell(method.k, 0 if place == 0 else 1 if adaptive else 3, alphas, told)
+    for place, (alphas, told) in enumerate(_acceptances(method, sizes)):
+        if ours:
+            rank = 2 if len(alphas) > 1 else 1 if place or not first else 0
+        else:
+            rank = 6 if place else 4 if batch == sizes.batches[-1] or not first else 3
+        yield cell(method.k, rank, alphas, told)
         for k in method.ks:
             if k and len(alphas) < 2:  # under a load that shifts a fixed length's speed follows from the two
-                yield cell(k, 2 if place == 0 else 3, alphas, told, controller="fixed")
+                yield cell(k, 5 if first and not place else 6, alphas, told, controller="fixed")
     if 0 in method.ks:
-        yield cell(0, 2, controller="fixed")
+        yield cell(0, 5 if first else 6, controller="fixed")
 
 
 def _acceptances(method: Method, sizes: Sizes) -> Iterator[tuple[tuple[float, ...], str | None]]:

@@ -17,16 +17,17 @@ AIMS = {1: 420.0, 4: 1550.0, 16: 5200.0, 64: 13200.0}  # tokens a second by batc
 
 
 def with_speedups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row beside plain decoding at its batch: `speedup` on the same model runner, and against each runner's."""
+    """Each row beside plain decoding at its batch and temperature: `speedup` on the same model runner, and against each
+    runner's."""
     found = [dict(row) for row in rows]
     plain = {
-        (row["runner"], row["batch"]): row["tokens_per_s"]
+        (row["runner"], row["batch"], row.get("temperature")): row["tokens_per_s"]
         for row in found
         if row.get("controller") == "none" and "tokens_per_s" in row
     }
     for row in found:
         for name, runner in (("speedup", row["runner"]), ("of_plain_v1", "V1"), ("of_plain_v2", "V2")):
-            base = plain.get((runner, row["batch"]))
+            base = plain.get((runner, row["batch"], row.get("temperature")))
             if "tokens_per_s" in row and base:
                 row[name] = row["tokens_per_s"] / base
     return found

@@ -17,6 +17,11 @@ from bench.vllm_methods import Cell
 REASON_LENGTH = 900
 _CAPTURE = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
 _WHOLE = re.compile(r"(\d+) CUDA graphs of the target's step, .* made in ([\d.]+) s, (-?[\d.]+) GiB")
+_TIMES = {
+    "load_s": re.compile(r"Model loading took .* ([\d.]+) seconds"),
+    "compile_s": re.compile(r"torch\.compile took ([\d.]+) s in total"),
+    "init_s": re.compile(r"init engine .* took ([\d.]+) s"),
+}
 _OWN = re.compile(r"own draft .*: weights ([\d.]+) GiB, cache ([\d.]+) GiB")
 
 
@@ -30,9 +35,10 @@ class Rows(CellRows):
 
 
 def told(log: Path) -> dict[str, Any]:
-    """Row fields from an engine's log: its pool, and what capturing graphs and the own draft took."""
+    """Row fields from an engine's log: its pool, and what its start, capturing graphs and the own draft took."""
     text = log.read_text(errors="replace") if log.exists() else ""
     found = {"kv_tokens": memory(text)["kv_tokens"]}
+    found |= {name: float(seen.group(1)) for name, one in _TIMES.items() if (seen := one.search(text))}
     if capture := _CAPTURE.search(text):
         found |= {"capture_s": float(capture.group(1)), "capture_gib": float(capture.group(2))}
     if whole := _WHOLE.search(text):

@@ -28,7 +28,7 @@ def speeds(rows: Sequence[Row], aims: Mapping[int, float] = AIMS) -> pd.DataFram
     batches = sorted({row["batch"] for row in measured})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in measured:
-        lines.setdefault((row["method"], length_of(row), row["acceptance"] or ""), {})[row["batch"]] = speed_of(row)
+        lines.setdefault((row["method"], length_of(row), acceptance_of(row)), {})[row["batch"]] = speed_of(row)
     ordered = sorted(lines, key=lambda key: key[2] not in ("", AIM_ACCEPTANCE) and "tokens a round" not in key[2])
     if aims and any(key[2] == AIM_ACCEPTANCE for key in ordered):
         ordered.insert(0, (AIM, "", AIM_ACCEPTANCE))
@@ -43,6 +43,12 @@ def speed_of(row: Row) -> str:
     """345 (1.78x)."""
     beside = f" ({row['speedup']:.2f}x)" if row.get("speedup") is not None else ""
     return f"{number(row['tokens_per_s'])}{beside}"
+
+
+def acceptance_of(row: Row) -> str:
+    """With the temperature where that is not 0."""
+    told = f"T = {row['temperature']:g}" if row.get("temperature") else ""
+    return ", ".join(filter(None, (row["acceptance"], told)))
 
 
 def length_of(row: Row) -> str:
@@ -66,7 +72,7 @@ def rounds(rows: Sequence[Row]) -> pd.DataFrame:
         "method": [row["method"] for row in drafting],
         "k": [length_of(row) for row in drafting],
         "batch": [str(row["batch"]) for row in drafting],
-        "acceptance": [row["acceptance"] or "-" for row in drafting],
+        "acceptance": [acceptance_of(row) or "-" for row in drafting],
     }
     return pd.DataFrame(about | {label: [number(row.get(name)) for row in drafting] for label, name in names.items()})
 
@@ -76,6 +82,7 @@ def engines(rows: Sequence[Row]) -> pd.DataFrame:
     last = {row["method"]: row for row in rows if "start_s" in row}
     names = {
         "start s": "start_s",
+        "compiled in s": "compile_s",
         "target graphs": "target_graphs",
         "captured in s": "capture_s",
         "graphs GiB": "capture_gib",

@@ -53,7 +53,8 @@ class Worker:
 
     def measure(self, cell: Cell, passes: int, seconds: float = CELL_S) -> dict[str, Any]:
         """The measured values of a cell. WorkerError, after which the engine is of no use."""
-        asked = {"controller": cell.controller, "k": cell.k, "batch": cell.batch, "alphas": cell.alphas}
+        names = ("controller", "k", "batch", "alphas", "temperature")
+        asked = {name: getattr(cell, name) for name in names}
         row: dict[str, Any] = self.ask(asked | {"passes": passes}, "row", seconds)["row"]
         return row
 

@@ -6,7 +6,8 @@ Reads JSON lines from standard input: first the engine (bench.vllm_engines.job),
 to write (bench.vllm_identity). Answers each with one line on standard output; what vLLM prints goes to standard error.
 Ends with standard input, however busy.
 
-What a pass is: the batch's requests handed over together, random prompts, all of the same length. Tokens a second are
+What a pass is: the batch's requests handed over together, with random prompts of one length or given ones, each of as
+many new tokens, the end of a text passed over. Tokens a second are
 those that came after every request had its first one, over the time from there to the end of the last request;
 `tokens_per_s_wall` counts all new tokens over the wall time of the whole call, the reading of the prompts included.
 """
@@ -157,9 +158,9 @@ class SpeedEngine:
         """A few rounds of each batch at each length, so that kernels are compiled; what is known of the engine."""
         begin = time.perf_counter()
         for batch in self.job["batches"]:
-            for k in self.job["ks"]:
+            for k, temperature in itertools.product(self.job["ks"], self.job["temperatures"]):
                 self.control("fixed", k)
-                self.run(batch, SEED_OF_WARM_UP, WARM_TOKENS)
+                self.run(batch, SEED_OF_WARM_UP, WARM_TOKENS, temperature)
         return {"start_s": self.started_s, "warm_up_s": time.perf_counter() - begin, **self._graphs()}
 
     def _graphs(self) -> dict[str, Any]:
@@ -189,14 +190,20 @@ class SpeedEngine:
         with torch.inference_mode():
             self.runner.rejection_sampler.synthetic_conditional_rates.fill_(alpha)
 
-    def run(self, batch: int, seed: int, new_tokens: int) -> Pass:
+    def prompts(self, batch: int, seed: int) -> list[list[int]]:
+        """Of a pass: from the given ones the next after those of the seed before, or random ones."""
+        given: list[list[int]] = self.job["prompts"]
+        if given:
+            return [given[(seed * batch + row) % len(given)] for row in range(batch)]
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.job["vocab"], (batch, self.job["prompt_tokens"]), generator=generator).tolist()
+
+    def run(self, batch: int, seed: int, new_tokens: int, temperature: float = 0.0) -> Pass:
         """One call."""
         from vllm import SamplingParams
 
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(self.job["vocab"], (batch, self.job["prompt_tokens"]), generator=generator).tolist()
-        prompts: list[Any] = [{"prompt_token_ids": row} for row in ids]
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in self.prompts(batch, seed)]
+        params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         self._batch, self._all_read = batch, None
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -210,7 +217,7 @@ class SpeedEngine:
     def measure(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """The measured values of a cell's row."""
         self.control(cell["controller"], cell["k"])
-        key = (cell["controller"], cell["k"], cell["batch"])
+        key = (cell["controller"], cell["k"], cell["batch"], cell["temperature"])
         warm = WARM_PASSES.get(cell["controller"], 0 if key in self._warm else 1)
         self._warm.add(key)
         for seed in range(warm):
@@ -229,15 +236,16 @@ class SpeedEngine:
         }
 
     def texts(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Greedy texts of all prompts at once: {"ids"}, and with logprobs "top", by token its likeliest and their
-        logprobs. ks: the draft lengths of one step after the other, where the plugin asks a controller."""
+        """Texts of all prompts at once, greedy ones without "sampling": {"ids"}, and with logprobs "top", by token its
+        likeliest and their logprobs. ks: the draft lengths of one step after the other, where the plugin asks a
+        controller."""
         from vllm import SamplingParams
 
         if self.pilot is not None:
             self.pilot.controller = InTurn(asked["ks"])
         self.counts = Counts()
         params = SamplingParams(
-            temperature=0.0,
+            **asked.get("sampling", {"temperature": 0.0}),
             max_tokens=asked["new_tokens"],
             logprobs=asked["logprobs"],
             ignore_eos=True,
@@ -261,7 +269,7 @@ class SpeedEngine:
         for alpha in cell["alphas"] or (None,):
             if alpha is not None:
                 self.impose(alpha)
-            passes.append(self.run(cell["batch"], seed, self.job["new_tokens"]))
+            passes.append(self.run(cell["batch"], seed, self.job["new_tokens"], cell["temperature"]))
         return reduce(operator.add, passes)
 
 

@@ -26,7 +26,7 @@ NOT_RUN = {
     r"Qwen/|\bTARGET\b": "downloads gigabytes, or stands for names of yours",
     r"configs/qwen3_8b|cuda|gpu_check|train_speed|engine_speed": "needs a GPU",
     r"slurm/|sbatch|srun|scancel|^make (all|status|logs|cancel|clean-scratch)\b": "needs a cluster",
-    r"05_bench_vllm|vllm |SPECDEC_PLUGIN|localhost|bench_vllm|vllm_identity": "runs vLLM for minutes: other tests do",
+    r"05_bench_vllm|vllm |SPECDEC_PLUGIN|localhost|bench_vllm|vllm_(identity|law|speed)": "runs vLLM: other tests do",
     r"^(\S+=\S+ )*pip install": "changes the environment that runs this test; tests/test_project.py does it dry",
 }
 SMALLER = {

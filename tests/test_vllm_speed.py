@@ -15,10 +15,23 @@ from typing import Any
 import pytest
 
 from bench import serving_report, vllm_speed, vllm_speed_gate, vllm_speed_tables, vllm_turns
-from bench.vllm_engines import Models, environment, fitting, job, random_models
+from bench.vllm_engines import (
+    REAL,
+    Models,
+    arguments,
+    environment,
+    fitting,
+    job,
+    possible,
+    random_models,
+    real_models,
+)
 from bench.vllm_methods import METHODS, Method, Sizes, ordered
+from bench.vllm_speed_rows import told
 from bench.vllm_worker import Counts, SpeedEngine, round_times
+from pipeline import tiny
 from pipeline.results import read_result
+from tests.draft_folders import pruned_draft
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE, OURS, _, NATIVE = METHODS[:4]
@@ -153,7 +166,59 @@ def test_time_ends_between_two_rows_and_the_next_call_goes_on(stand_in: Path, mo
     for code, expected in ((3, 3), (0, 6)):
         assert run(stand_in) == code
         assert len(rows_of(stand_in)) == expected
-    assert turns(stand_in).count("start none") == 2
+    assert turns(stand_in).count("start draft-k4") == 2
+
+
+def test_time_that_takes_no_other_engines_is_for_the_cells_of_those_that_are_up(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fit at once; what comes last for them waits for the third as long as there is time for its start."""
+    ngram = replace(NGRAM, name="ours", controller="adaptive", ks=(2,))
+    monkeypatch.setattr(vllm_speed, "METHODS", (NONE, ngram, NATIVE))
+    planned(stand_in, names={"none": "none", "draft_model": "draft-k4", "ngram": "ours"})
+    assert run(stand_in, "--at-once", "2") == 0
+    order = [(row["method"], row["controller"]) for row in rows_of(stand_in).values()]
+    assert order.index(("draft-k4", "fixed")) < order.index(("ours", "fixed"))
+    (stand_in / "out.json").unlink()
+    monkeypatch.setattr(vllm_speed.SpeedBench, "_too_late", lambda self: bool(self.rows.rows))
+    assert run(stand_in, "--at-once", "2") == 3
+    order = [(row["method"], row["controller"]) for row in rows_of(stand_in).values()]
+    assert order.count(("ours", "fixed")) == 2
+    assert ("draft-k4", "fixed") not in order
+
+
+def test_an_engine_begins_with_what_earlier_waves_compiled(stand_in: Path, tmp_path: Path) -> None:
+    assert run(stand_in, "--methods", "none", "--work", str(tmp_path / "work")) == 0
+    caches = tmp_path / "work" / "caches"
+    (caches / "none").mkdir(parents=True, exist_ok=True)
+    (caches / "none" / "compiled").write_text("x")
+    (stand_in / "out.json").unlink()
+    assert run(stand_in, "--methods", "none", "ngram", "--work", str(tmp_path / "work")) == 0
+    assert (caches / "ngram" / "compiled").read_text() == "x"
+
+
+def test_a_pair_of_real_weights(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of a file, greedy and sampled; each temperature beside its own plain decoding; no gate."""
+    for name in ("target", "draft"):
+        (stand_in / name).mkdir()
+        tiny.make("qwen3", stand_in / name)
+    file = stand_in / "questions.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Why?", "What is it?", "x" * 900)))
+    named = ["--target", str(stand_in / "target"), "--draft", str(stand_in / "draft")]
+    given = [*named, "--prompts", str(file), "--out", str(stand_in / "out.json")]
+    assert vllm_speed.main([*given, "--methods", "none", "draft-k4"]) == 0
+    result = read_result(stand_in / "out.json")
+    assert result["run"] == "target"
+    assert result["gates"]["G6"]["state"] == "not run"
+    assert len(result["rows"]) == 16
+    row = next(row for row in result["rows"] if row["cell"] == "draft-k4, batch 64, fixed 4, real, T = 1")
+    assert (row["speedup"], row["temperature"], row["prompt_set"]) == (1.0, 1.0, "questions")
+    assert row["prompt_tokens"] < 100
+    page = serving_report.render({"results/x.json": result})
+    assert "| draft-k4 | 4 | real, T = 1 |" in page
+    assert "greedy unless T is named" in page
+    assert vllm_speed.main([*named[:2], "--draft", str(stand_in), *given[4:]]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
 
 
 def test_arguments(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +234,7 @@ def test_arguments(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_that_only_measures_needs_no_package_for_data() -> None:
     """A GPU's bare image has torch, transformers and vLLM."""
     lacking = "import sys; sys.modules.update(dict.fromkeys(['pyarrow', 'datasets', 'submitit', 'datasketch']))"
-    command = f"{lacking}; import bench.vllm_speed, bench.vllm_worker, bench.vllm_identity"
+    command = f"{lacking}; import bench.vllm_speed, bench.vllm_worker, bench.vllm_identity, bench.vllm_law"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -182,8 +247,15 @@ def test_every_cell_stands_once_and_the_aims_come_first() -> None:
     assert len({cell.name for cell in cells}) == len(cells)
     first = [cell for cell in cells if cell.rank == 0]
     assert cells[: len(first)] == first
-    assert {cell.acceptance for cell in first} == {None, "synthetic:0.87", "synthetic: 2.3 tokens a round"}
-    assert len(first) == 4 * len(METHODS)
+    assert {cell.acceptance for cell in first} == {None, "synthetic:0.87"}
+    assert {cell.method for cell in first} >= {NONE.name, OURS.name}
+    assert all(cell.controller in ("none", "adaptive") for cell in first)
+    later = [(cell.batch, cell.alphas) for cell in cells if cell.method == OURS.name and cell.rank in (1, 2)]
+    assert later[:4] == [(64, (0.35,)), (64, (0.6,)), (16, (0.35,)), (16, (0.6,))]
+    assert later[-4:] == [(batch, (0.87, 0.35)) for batch in (64, 16, 4, 1)]
+    others = [cell for cell in cells if cell.rank == 3]
+    assert {cell.acceptance for cell in others} == {None, "synthetic:0.87", "synthetic: 2.3 tokens a round"}
+    assert {cell.batch for cell in others} == {1, 16, 64}
     ours = [cell for cell in cells if cell.method == OURS.name]
     adaptive = {(cell.batch, cell.acceptance) for cell in ours if cell.controller == "adaptive"}
     shifting = "synthetic:0.87 and 0.35 in turn"
@@ -228,6 +300,20 @@ def test_what_an_engine_is_started_with(models: Models, tmp_path: Path) -> None:
     assert (Path(env[OURS.name]["PYTHONPATH"].split(":")[0]) / "specdec-0.dist-info").is_dir()
 
 
+def test_vllm_drafts_with_a_whole_head_and_the_plugin_with_the_pruned_one(data_root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    tiny.make("llama", target)
+    pair = real_models(target, pruned_draft(tmp_path / "pruned"))
+    told = {m.name: arguments(m, pair, REAL) for m in possible(METHODS, pair) if m.drafter == "model"}
+    drafts = {name: Path(given["speculative_config"]["model"]).name for name, given in told.items()}
+    assert drafts[OURS.name] == "pruned"
+    assert drafts["draft-k4"] == drafts["plugin"] != "pruned"
+    assert all("load_format" not in given for given in told.values())
+    assert "rejection_sample_method" not in told["draft-k4"]["speculative_config"]
+    assert "eagle3" not in [method.name for method in possible(METHODS, pair)]
+
+
 def test_engines_that_fit_together(models: Models) -> None:
     sizes = Sizes()
     each = models.gib(NATIVE, sizes)
@@ -254,6 +340,17 @@ def test_counts_are_by_row_and_round() -> None:
     assert Counts().values(tokens=9, requests=1) == {"mean_k": 0.0, "alpha": None, "tokens_per_round": 1.0}
 
 
+def test_what_a_log_says_of_a_start(tmp_path: Path) -> None:
+    lines = (
+        "INFO [gpu_model_runner.py:5348] Model loading took 15.27 GiB memory and 2.345678 seconds",
+        "INFO [monitor.py:53] torch.compile took 24.31 s in total",
+        "INFO [core.py:341] init engine (profile, create kv cache, warmup model) took 61.02 s (compilation: 24.31 s)",
+    )
+    (tmp_path / "log").write_text("\n".join(lines))
+    found = told(tmp_path / "log")
+    assert (found["load_s"], found["compile_s"], found["init_s"]) == (2.345678, 24.31, 61.02)
+
+
 def test_times_are_of_whole_batches() -> None:
     from vllm_draft_spec.timing import StepTimes
 
@@ -267,10 +364,16 @@ def test_times_are_of_whole_batches() -> None:
     assert round_times([], 4) == {}
 
 
+def test_passes_take_the_given_prompts_one_after_the_other() -> None:
+    engine = SpeedEngine.__new__(SpeedEngine)
+    engine.job = {"prompts": [[1], [2, 2], [3]]}
+    assert [engine.prompts(2, seed) for seed in range(3)] == [[[1], [2, 2]], [[3], [1]], [[2, 2], [3]]]
+
+
 def test_decoding_begins_when_every_request_has_a_token() -> None:
     """Two requests of 5 tokens; a step of their prompts takes 100 s by the clock, and each one after it 1 s."""
     engine = SpeedEngine.__new__(SpeedEngine)
-    engine.job, engine._all_read = {"vocab": 9, "prompt_tokens": 3}, None
+    engine.job, engine._all_read = {"vocab": 9, "prompt_tokens": 3, "prompts": []}, None
     requests = [SimpleNamespace(num_output_tokens=0) for _ in range(2)]
     clock = {"now": 0.0}
 
@@ -345,6 +448,9 @@ def test_speeds_are_against_the_same_runner() -> None:
     eagle = measured("eagle3", "fixed", {1: 300})[0] | {"runner": "V2"}
     *_, row = vllm_speed_gate.with_speedups([*PLAIN, *v2, eagle])
     assert (row["speedup"], row["of_plain_v1"], row["of_plain_v2"]) == (0.75, 1.5, 0.75)
+    sampled = [row | {"temperature": 1.0, "tokens_per_s": row["tokens_per_s"] / 2} for row in (PLAIN[0], FAST[0])]
+    *_, row = vllm_speed_gate.with_speedups([*PLAIN, *sampled])
+    assert row["speedup"] == pytest.approx(430 / 200)
 
 
 def test_whole_calls_are_shown_beside_decoding() -> None:
