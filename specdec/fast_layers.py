@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec.fast_attention import attend, counters
+from specdec.fast_choices import kept_for
 from specdec.fast_kernels import INTERPRETED, add_norm
 from specdec.fast_linear import ROW_CLASSES, Product, Scratch, row_class
-from specdec.fast_persistent import PersistentLayers
+from specdec.fast_persistent import MOST_TOKENS, PersistentLayers
 from specdec.fast_residual import Norm, Normed, Residual, embed
 from specdec.fast_tilings import Choices, FusedChoices, choose_fused, choose_tilings, graph_seconds, untimed
 from specdec.kvcache import Plan, RaggedCache
@@ -35,7 +36,7 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TIMED_CONTEXT = 256
+_TIMED_CONTEXT, _TIMED_ROWS = 256, 8
 # Timed once a process: engines are made again and again on one model.
 _TILINGS: Choices = {}
 _FUSED_TILINGS: FusedChoices = {}
@@ -103,7 +104,9 @@ class FastDecoder:
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             _check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
             kv_heads = max(m.self_attn.k_proj.out_features // m.self_attn.head_dim for m in used)
-            self.arrived_N = torch.zeros(counters(num_rows, kv_heads), dtype=torch.int32, device=device)
+            self.arrived_N = torch.zeros(
+                counters(max(num_rows, MOST_TOKENS), kv_heads), dtype=torch.int32, device=device
+            )
             self.fused, self._fused_classes = tuned, self._choose_tilings() if tuned else ()
             self.persistent = self._persistent() if tuned and not INTERPRETED else None
 
@@ -114,9 +117,10 @@ class FastDecoder:
         if INTERPRETED:
             untimed([*reading, *adding])
             return tuple(tiling is not None for tiling in self.head.fused)
+        kept = kept_for(self.embedding_VE.device)
         for products in (reading, adding):
-            choose_tilings(products, graph_seconds, _TILINGS)
-        return choose_fused(reading, adding, self._products_alone, graph_seconds, _TILINGS, _FUSED_TILINGS)
+            choose_tilings(products, graph_seconds, _TILINGS, kept)
+        return choose_fused(reading, adding, self._forward_to_time, graph_seconds, _TILINGS, _FUSED_TILINGS, kept)
 
     def _persistent(self) -> PersistentLayers | None:
         """All layers in one launch, for as many tokens as that is faster for than launches are."""
@@ -125,13 +129,10 @@ class FastDecoder:
         except (ValueError, RuntimeError, OSError) as error:
             logger.debug("the layers stay launches of their own: %s", error)
             return None
-        shapes = {layer.index: (persistent.shape.kv_heads, self.angles_CD[0].shape[1]) for layer in self.layers}
-        most, context = persistent.most_tokens, min(_TIMED_CONTEXT, len(self.angles_CD[0]))
-        device, dtype = self.embedding_VE.device, self.embedding_VE.dtype
-        cache = RaggedCache(shapes, num_rows=most, capacity=context, dtype=dtype, device=device)
+        cache = self._timed_cache(persistent.most_tokens)
         while persistent.most_tokens:
-            tokens_B1 = torch.zeros(persistent.most_tokens, 1, dtype=torch.int64, device=device)
-            start_B = torch.full_like(tokens_B1[:, 0], context - 1)
+            tokens_B1 = torch.zeros(persistent.most_tokens, 1, dtype=torch.int64, device=cache.lengths_B.device)
+            start_B = torch.full_like(tokens_B1[:, 0], cache.capacity - 1)
             plan = cache.plan(start_B, torch.ones_like(start_B), 1, slice(0, len(start_B)), None)
             seconds = []
             for self.persistent in (persistent, None):
@@ -201,23 +202,35 @@ class FastDecoder:
             residual = layer.down.add_to(residual, mlp_TI)
         return residual
 
-    def _products_alone(self, rows: int, fused: bool) -> Callable[[], object]:
-        """A forward of so many tokens with something short in attention's place, to be timed."""
-        tokens_T1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.embedding_VE.device)
-        heads_TK = torch.ones_like(self.layers[0].out.weight_NK[:1]).expand(rows, -1).contiguous()
-
-        def attention(layer: Layer, qkv_TF: Tensor) -> Tensor:
-            embed(tokens_T1.flatten(), self.embedding_VE, self.scratch.squares(rows, 1))
-            return heads_TK
+    def _forward_to_time(self, rows: int, fused: bool) -> Callable[[], object]:
+        """A forward of so many tokens, over a short context."""
+        B = min(rows, _TIMED_ROWS)
+        cache = self._timed_cache(B)
+        tokens_Bq = torch.zeros(B, rows // B, dtype=torch.int64, device=self.embedding_VE.device)
+        q = tokens_Bq.shape[1]
+        start_B = torch.full_like(tokens_Bq[:, 0], cache.capacity - q)
+        attention = self._attends(cache, cache.plan(start_B, torch.full_like(start_B, q), q, slice(0, B), None))
 
         def run() -> Tensor:
             if fused:
-                residual = self._stream(tokens_T1, len(self.layers), attention)
+                residual = self._stream(tokens_Bq, len(self.layers), attention)
                 return self.head.of(Normed(residual=residual, norm=self.norm))
-            x_TE, residual_TE = self._by_steps(tokens_T1, len(self.layers), attention)
+            x_TE, residual_TE = self._by_steps(tokens_Bq, len(self.layers), attention)
             return self.head(add_norm(x_TE, residual_TE, self.norm.weight_E, self.norm.epsilon))
 
         return run
+
+    def _timed_cache(self, num_rows: int) -> RaggedCache:
+        head_dim = self.angles_CD[0].shape[1]
+        first = self.layers[0]
+        kv_heads = (len(first.qkv.weight_NK) - first.out.weight_NK.shape[1]) // (2 * head_dim)
+        return RaggedCache(
+            {layer.index: (kv_heads, head_dim) for layer in self.layers},
+            num_rows=num_rows,
+            capacity=min(_TIMED_CONTEXT, len(self.angles_CD[0])),
+            dtype=self.embedding_VE.dtype,
+            device=self.embedding_VE.device,
+        )
 
     def _attends(self, cache: RaggedCache, plan: Plan) -> Callable[[Layer, Tensor], Tensor]:
         return lambda layer, qkv_TF: self._attention(layer, qkv_TF, cache, plan)

@@ -2,19 +2,22 @@
 
 A product by itself is timed over all layers' weights of its shape in one CUDA graph, so that they come from memory as
 they do in a forward and not from the L2 cache, and against torch's. Products beside a residual stream follow each other
-without anything between: of those, the fastest by themselves are timed again in a graph of all of a forward's products,
-one kind after the other, with the best so far of the other kinds. Shapes: M rows, K inputs, N outputs.
+or attention without anything between: of those, the fastest by themselves are timed again in a graph of whole forwards,
+one kind after the other, with the best so far of the other kinds. What was found is kept for the next process
+(specdec.fast_choices). Shapes: M rows, K inputs, N outputs.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from specdec.fast_choices import KeptChoices
 from specdec.fast_kernels import add_norm
 from specdec.fast_linear import MAX_ROWS, ROW_CLASSES, Product, Tiling
 from specdec.fast_residual import Norm, Normed, Residual
@@ -64,6 +67,14 @@ class Choice:
     plain: Tiling | None
     ranked: tuple[Tiling, ...]
 
+    @classmethod
+    def of(cls, kept: Any) -> "Choice":
+        plain, ranked = kept
+        return cls(plain=_tiling(plain), ranked=tuple(Tiling(**each) for each in ranked))
+
+    def kept(self) -> Any:
+        return _fields(self.plain), [asdict(tiling) for tiling in self.ranked]
+
 
 Key = tuple[object, ...]
 # By kind and number of products: for one row, for few.
@@ -74,15 +85,21 @@ FusedChoices = dict[Key, dict[Key, tuple[Tiling | None, ...]]]
 Forward = Callable[[int, bool], Callable[[], object]]
 
 
-def choose_tilings(products: Sequence[Product], seconds: Seconds, known: Choices) -> None:
+def choose_tilings(
+    products: Sequence[Product], seconds: Seconds, known: Choices, kept: KeptChoices | None = None
+) -> None:
     """Give all products of each shape what is fastest there for one and for several rows, and note it in `known`, where
-    the next engine on such a model finds it."""
+    the next engine on such a model finds it, and in `kept`, where the next process does."""
     for N, K in {tuple(product.weight_NK.shape) for product in products}:
         for tiling in candidates(N, K):
             products[0].scratch.reserve(*tiling.scratch(N))
     for key, group in _by_kind(products).items():
+        if key not in known and kept is not None and (values := kept.get(key)):
+            known[key] = tuple(map(Choice.of, values))
         if key not in known:
             known[key] = tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS[:2])
+            if kept is not None:
+                kept.put(key, [choice.kept() for choice in known[key]])
         for product in group:
             product.single, product.few = (choice.plain for choice in known[key])
 
@@ -94,6 +111,7 @@ def choose_fused(
     seconds: Seconds,
     choices: Choices,
     known: FusedChoices,
+    kept: KeptChoices | None = None,
 ) -> tuple[bool, ...]:
     """Give the products that read a residual stream, and those that add to it, what is fastest in a forward, and note
     it in `known`. For each of ROW_CLASSES, whether that is faster than a forward with norms and additions between the
@@ -102,14 +120,26 @@ def choose_fused(
     groups = {(*key, False): group for key, group in _by_kind(reading).items()}
     groups |= {(*key, True): group for key, group in _by_kind(adding).items()}
     all_kinds = tuple(groups)
+    if all_kinds not in known and kept is not None and (values := kept.get(all_kinds)):
+        known[all_kinds] = {key: tuple(map(_tiling, each)) for key, each in zip(groups, values, strict=True)}
     if all_kinds not in known:
         chosen = [_fastest_together(groups, which, forward, seconds, choices) for which in range(len(ROW_CLASSES))]
         known[all_kinds] = {key: tuple(each.get(key) for each in chosen) for key in groups}
+        if kept is not None:
+            kept.put(all_kinds, [list(map(_fields, each)) for each in known[all_kinds].values()])
     for key, group in groups.items():
         for product in group:
             product.fused = known[all_kinds][key]
             _reserve(product, product.fused)
     return tuple(tiling is not None for tiling in reading[0].fused)
+
+
+def _tiling(fields: dict[str, Any] | None) -> Tiling | None:
+    return None if fields is None else Tiling(**fields)
+
+
+def _fields(tiling: Tiling | None) -> dict[str, Any] | None:
+    return None if tiling is None else asdict(tiling)
 
 
 def untimed(products: Sequence[Product]) -> None:
@@ -168,7 +198,10 @@ def _fastest_together(
 
 def _fitting(product: Product, adds: bool, which: int, choices: tuple[Choice, ...]) -> list[Tiling]:
     N, K = product.weight_NK.shape
-    tried = choices[which].ranked[:_TRIED] if which < len(choices) else tuple(wide_candidates(N, K))
+    if which < len(choices):  # one kernel serves both, so what is fast for one row is tried for several, and vice versa
+        tried = tuple(dict.fromkeys(tiling for choice in choices for tiling in choice.ranked[: _TRIED // len(choices)]))
+    else:
+        tried = tuple(wide_candidates(N, K))
     _reserve(product, tried)
     agrees = _agrees_adding if adds else _agrees_reading
     return [tiling for tiling in tried if agrees(product, _CLASS_ROWS[which], tiling)]

@@ -21,6 +21,7 @@ from specdec.window import Window
 pytest.importorskip("triton", reason="triton is not installed")
 
 from specdec import fast_layers, fast_linear, fast_tilings
+from specdec.fast_choices import KeptChoices
 from specdec.fast_layers import side_by_side
 from specdec.fast_linear import Tiling
 
@@ -129,13 +130,15 @@ def test_a_head_may_have_other_rows_than_the_layers(kernel_device, monkeypatch) 
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
-def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> None:
-    """As on a GPU, with a clock that finds each run slower than the last one: what comes first is best."""
+def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch, tmp_path) -> None:
+    """As on a GPU, with a clock that finds each run slower than the last one: what comes first is best. Another process
+    finds them in a file; one that cannot be read is made anew."""
     tried = [Tiling(block_n=n, block_k=n, splits=2, warps=4, stages=1) for n in (32, 64)]
     clock = itertools.count(1)
     monkeypatch.setattr(fast_tilings, "candidates", lambda outputs, inputs: tried)
     monkeypatch.setattr(fast_layers, "graph_seconds", lambda run: next(clock))
     monkeypatch.setattr("specdec.fast._check_deviation", lambda *args: None)
+    monkeypatch.setattr(fast_layers, "kept_for", lambda device: KeptChoices(tmp_path / "new" / "kept.json"))
     real = fast_layers.FastDecoder._choose_tilings
 
     def as_on_a_gpu(decoder: fast_layers.FastDecoder) -> tuple[bool, ...]:
@@ -147,7 +150,12 @@ def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> 
     monkeypatch.setattr(fast_layers.FastDecoder, "_choose_tilings", as_on_a_gpu)
     tilings, fused, timed = {}, {}, []
     expected = tried[0], tried[0], None, None
-    for _ in range(2):
+    for kept in (None, None, "kept", "spoiled"):
+        if kept is not None:
+            tilings.clear()
+            fused.clear()
+        if kept == "spoiled":
+            (tmp_path / "new" / "kept.json").write_text("{")
         model = tiny("llama", torch.float16, layers=1).to(kernel_device)
         decoder = CachedModel(model, num_rows=1, capacity=16, fast=True)._fast
         layer = decoder.layers[0]
@@ -155,7 +163,10 @@ def test_tilings_of_a_whole_model_are_timed_once(kernel_device, monkeypatch) -> 
         assert [p.fused for p in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)] == [expected] * 5
         timed.append(next(clock))
     assert timed[1] == timed[0] + 1
-    assert all(decoder._products_alone(3, fused)().shape == (3, VOCAB) for fused in (True, False))
+    assert timed[2] == timed[1] + 1
+    assert timed[3] == timed[2] + timed[0]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept.json"]
+    assert all(decoder._forward_to_time(3, fused)().shape == (3, VOCAB) for fused in (True, False))
 
 
 def test_without_a_kernel_that_fits_the_products_stay_as_they_are(kernel_device, monkeypatch) -> None:
