@@ -71,7 +71,7 @@ struct Shared {
         } attention;
     };
     __align__(16) u16 residual[TOKENS * E];
-    float squares[WARPS][TOKENS];
+    float squares[WARPS][TOKENS], total[TOKENS]; // of each token's stream
     Layer layers[LAYERS];
     u64 full[SLOTS];
 };
@@ -85,9 +85,15 @@ __device__ __forceinline__ u32 to_bits(float value) {
 }
 
 __device__ __forceinline__ float rounded(float value) { return of_bits(to_bits(value)); }
-__device__ __forceinline__ u32 packed(float low, float high) { return to_bits(low) | (to_bits(high) << 16); }
-__device__ __forceinline__ float low_of(u32 pair) { return of_bits(pair & 0xffff); }
-__device__ __forceinline__ float high_of(u32 pair) { return of_bits(pair >> 16); }
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float low_of(u32 pair) { return __int_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __int_as_float(pair & 0xffff0000); }
 
 __device__ __forceinline__ float exp2_of(float value) {
     float result;
@@ -314,30 +320,30 @@ struct NormWeight {
 // residual += a product [T, E] (where there is any), and x = norm(residual) in shared memory.
 __device__ __forceinline__ void add_and_norm(Shared &s, const u16 *added, const NormWeight &weight, float epsilon, int T) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    uint2 more[TOKENS][E_PARTS];
-    float values[TOKENS][E_PARTS][4], square[TOKENS];
+    uint2 values[TOKENS][E_PARTS];
+    float square[TOKENS];
     if (added)
 #pragma unroll
         for (int t = 0; t < TOKENS; t++)
 #pragma unroll
             for (int c = 0; c < E_PARTS; c++)
-                more[t][c] = load_far_half(added + min(t, T - 1) * E + (c * THREADS + threadIdx.x) * 4);
+                values[t][c] = load_far_half(added + min(t, T - 1) * E + (c * THREADS + threadIdx.x) * 4);
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
         square[t] = 0.0f;
 #pragma unroll
         for (int c = 0; c < E_PARTS; c++) {
-            uint2 *at = (uint2 *)(s.residual + t * E + (c * THREADS + threadIdx.x) * 4);
-            float *v = values[t][c];
-            v[0] = low_of(at->x), v[1] = high_of(at->x), v[2] = low_of(at->y), v[3] = high_of(at->y);
+            uint2 *at = (uint2 *)(s.residual + t * E + (c * THREADS + threadIdx.x) * 4), &v = values[t][c];
+            const uint2 old = *at;
             if (added) {
-                const uint2 m = more[t][c];
-                v[0] = rounded(v[0] + low_of(m.x)), v[1] = rounded(v[1] + high_of(m.x));
-                v[2] = rounded(v[2] + low_of(m.y)), v[3] = rounded(v[3] + high_of(m.y));
-                *at = make_uint2(packed(v[0], v[1]), packed(v[2], v[3]));
+                v.x = packed(low_of(old.x) + low_of(v.x), high_of(old.x) + high_of(v.x));
+                v.y = packed(low_of(old.y) + low_of(v.y), high_of(old.y) + high_of(v.y));
+                *at = v;
+            } else {
+                v = old;
             }
-#pragma unroll
-            for (int j = 0; j < 4; j++) square[t] += v[j] * v[j];
+            square[t] += low_of(v.x) * low_of(v.x) + high_of(v.x) * high_of(v.x);
+            square[t] += low_of(v.y) * low_of(v.y) + high_of(v.y) * high_of(v.y);
         }
     }
 #pragma unroll
@@ -348,19 +354,23 @@ __device__ __forceinline__ void add_and_norm(Shared &s, const u16 *added, const 
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) s.squares[warp][t] = square[t];
     __syncthreads();
-#pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
+    if (threadIdx.x < TOKENS) {
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) total += s.squares[i][t];
-        const float scale = rsqrt_of(total / E + epsilon);
+        for (int i = 0; i < WARPS; i++) total += s.squares[i][threadIdx.x];
+        s.total[threadIdx.x] = total;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        const float scale = rsqrt_of(s.total[t] / E + epsilon);
 #pragma unroll
         for (int c = 0; c < E_PARTS; c++) {
-            const float *v = values[t][c];
-            const uint2 w = weight.four[c];
+            const uint2 v = values[t][c], w = weight.four[c];
+            const u32 x = packed(low_of(v.x) * scale, high_of(v.x) * scale), y = packed(low_of(v.y) * scale, high_of(v.y) * scale);
             *(uint2 *)(s.x + t * X_ROW + (c * THREADS + threadIdx.x) * 4) =
-                make_uint2(packed(rounded(v[0] * scale) * low_of(w.x), rounded(v[1] * scale) * high_of(w.x)),
-                           packed(rounded(v[2] * scale) * low_of(w.y), rounded(v[3] * scale) * high_of(w.y)));
+                make_uint2(packed(low_of(x) * low_of(w.x), high_of(x) * high_of(w.x)),
+                           packed(low_of(y) * low_of(w.y), high_of(y) * high_of(w.y)));
         }
     }
     __syncthreads();
@@ -711,9 +721,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (blockIdx.x != 0) return;
     add_and_norm(s, added, weight, norm_epsilon, T); // x is not used
     for (int at = threadIdx.x; at < T * E / 8; at += THREADS) *(uint4 *)(stream + at * 8) = *(uint4 *)(s.residual + at * 8);
-    for (int t = threadIdx.x; t < T; t += THREADS) {
-        float square = 0.0f;
-        for (int i = 0; i < WARPS; i++) square += s.squares[i][t];
-        squares[t] = square;
-    }
+    if (threadIdx.x < T) squares[threadIdx.x] = s.total[threadIdx.x];
 }

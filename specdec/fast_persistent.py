@@ -61,7 +61,7 @@ class Shape:
         attention = 4 * (rows * _HEAD_DIM + 2 * q * _HEAD_DIM + _WARPS * rows * (_HEAD_DIM + 2) + 1)
         sums = 4 * max(items for items, _ in self.items()) * _WARPS * tokens * _ROWS
         shared = max(2 * tokens * (self.hidden + 32), sums, attention)
-        return shared + 2 * tokens * self.hidden + 4 * _WARPS * tokens + 8 * _LAYER_WORDS * self.layers + 512
+        return shared + 2 * tokens * self.hidden + 4 * (_WARPS + 1) * tokens + 8 * _LAYER_WORDS * self.layers + 512
 
     def slots(self, tokens: int, q: int, shared_bytes: int) -> int:
         """Of the ring of weights."""

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config
+
+from bench.shapes import random_model
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from specdec import fast_persistent
-from specdec.fast_persistent import Shape, _check
+from specdec.fast_persistent import PersistentLayers, Shape, _check
 from specdec.fast_tilings import graph_seconds
 from specdec.model import CachedModel
 
@@ -32,9 +34,8 @@ PLANS = (
 )
 
 
-def model() -> Qwen3ForCausalLM:
+def model() -> PreTrainedModel:
     """Layers of the sizes of Qwen3-0.6B."""
-    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=1024,
@@ -45,16 +46,14 @@ def model() -> Qwen3ForCausalLM:
         head_dim=128,
         max_position_embeddings=512,
     )
-    with torch.device("cuda"):
-        return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    return random_model(config, "cuda", torch.bfloat16, seed=0)
 
 
 @pytest.fixture(scope="module")
 def quick() -> CachedModel:
-    made = CachedModel(model(), num_rows=ROWS, capacity=CAPACITY, fast=True)
+    made = CachedModel(model(), num_rows=ROWS, capacity=CAPACITY, fast=True, tuned=False)
     assert made._fast is not None
-    assert made._fast.persistent is not None
-    made._fast.persistent.most_tokens = fast_persistent.MOST_TOKENS
+    made._fast.persistent = PersistentLayers(made._fast.layers, made._fast.angles_CD)
     return made
 
 
