@@ -12,8 +12,8 @@ in blocks of 64 are 17 blocks with the new tokens', two each for the first 8 pro
 The program with the last share also normalises and rotates the new keys and writes keys and values into the cache.
 Nobody reads a slot from the first new position on from the cache: writing and reading need no order, and stale NaN
 there cannot leak. Queries are normalised and rotated again by each program, which is cheaper than a launch before it.
-With few query rows a key head the program that arrives last, told by a counter as in specdec.fast_linear, adds the
-parts up; with more a second launch does, since one program would take too long.
+With few query rows and parts a key head the program that arrives last, told by a counter as in specdec.fast_linear,
+adds the parts up; with more a second launch does, since one program would take too long.
 
 Query heads that share a key head are rows of one tile (r = query * repeat + head), so keys and values are read once
 for all of them. Scores and sums are in float32 (with float32 tensors the products too, to about 1e-6: three TF32
@@ -32,8 +32,9 @@ from specdec.fast_kernels import INTERPRETED, UNFUSED, early, rotate_and_store, 
 from specdec.kvcache import Plan, live_part
 
 _MAX_TILE, _MAX_SPLITS = 64, 64
-# So many query rows a key head at most are added up in the same launch.
-_MERGED_ROWS = 4
+# So many query rows a key head at most, and so many parts of them, are added up in the same launch: with 64 parts of four
+# rows each, a layer took 17 us longer on an H200 than with twice the rows and a launch of its own for that.
+_MERGED_ROWS, _MERGED_PARTS = 4, 16
 # Programs that keep a multiprocessor's loads in flight; what stands in for a GPU's 132 under the interpreter.
 _PROGRAMS_PER_PROCESSOR, _INTERPRETED_PROCESSORS = 4, 4
 _LOG2_E = 1.4426950408889634
@@ -102,7 +103,9 @@ def attend_short(
     tiles = G * triton.cdiv(query_rows, block_m)
     block_s = 64 if D <= 128 else 32
     splits = splits or _splits_for(B * tiles, triton.cdiv(width, block_s) + 1, qkv_TF.device)
-    merged_rows = triton.next_power_of_2(query_rows) if query_rows <= _MERGED_ROWS else 0
+    merged_rows = triton.next_power_of_2(query_rows)
+    if query_rows > _MERGED_ROWS or merged_rows * splits > _MERGED_PARTS:
+        merged_rows = 0
     assert merged_rows == 0 or len(arrived_N) >= counters(B, G), "too few counters"
     out_TJ = qkv_TF.new_empty(B * q, H * D)
     partial_N = qkv_TF.new_empty(B * q * H * splits * D, dtype=torch.float32)
