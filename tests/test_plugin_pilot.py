@@ -103,6 +103,27 @@ def test_a_round_is_a_draft_and_its_verification() -> None:
     assert controller.costs == []
 
 
+def test_what_lies_between_the_parts_is_less_without_drafts() -> None:
+    """Three seconds with drafts and half a second without: k = 0 must not be given the drafts' three."""
+    controller = Told(3, 3, 0, 0, 0, 3, 3)
+    pilot, now = pilot_of(controller)
+    for k, next_k, took_s in (
+        (3, 3, 16.0),
+        (3, 3, 16.0),
+        (3, 0, 16.0),
+        (0, 0, 10.5),
+        (0, 0, 10.5),
+        (0, 3, 10.5),
+        (3, 3, 16.0),
+    ):
+        now[0] += took_s
+        pilot.choose(2)
+        rows = ((3, 1), (3, 1)) if k else ((0, 0), (0, 0))
+        pilot.observe(step(*rows, next_k=next_k, times=times(k, draft_s=3.0 if k else 0.0, verify_s=10.0)))
+    assert [round.total_s for round in controller.rounds[1:4]] == [16.0, 16.0, 10.5]
+    assert [round.total_s for round in controller.rounds[4:]] == [10.5, 10.5, 16.0]
+
+
 def test_a_step_without_drafts_takes_all_its_time_at_k_0() -> None:
     """A head on the target reads each step's tokens even when it drafts nothing."""
     controller = Told(0, 0)
