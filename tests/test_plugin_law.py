@@ -17,6 +17,7 @@ import pytest
 from bench.law import Oracle, count_cells, enumerate_law, processed_law
 from bench.law_stats import check_law
 from bench.tiny_models import noisy_copy
+from bench.vllm_law import FAMILIES, PROMPT, SMALLEST_P
 from specdec import SamplingParams
 from tests import plugin_vllm
 
@@ -24,20 +25,8 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 VOCAB, DEPTH, SAMPLES = 8, 3, 4000
-PROMPT = (1, 5, 2, 7, 3, 3, 0)
 LONG_PROMPT = (PROMPT * 5)[: plugin_vllm.BLOCK + 1]  # all but the last token can be found in the prefix cache
 LENGTHS = (2, 0, 3, 1, 0, 0)
-SMALLEST_P = 1e-5
-FAMILIES = {
-    "temperature": {"temperature": 0.8},
-    "top-p": {"temperature": 1.0, "top_p": 0.8},
-    "top-k": {"temperature": 1.0, "top_k": 3},
-    "top-k with top-p": {"temperature": 1.2, "top_k": 5, "top_p": 0.85},
-    "penalties": {
-        "temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3
-    },
-    "allowed ids": {"temperature": 1.0, "allowed_ids": (0, 2, 3, 5, 6)},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
