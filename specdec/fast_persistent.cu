@@ -152,7 +152,6 @@ struct Next {
         for (int i = 0; i < count; i++) issue(s);
     }
 
-
     __device__ __forceinline__ void issue(Shared &s) {
         if (layer >= LAYERS) {
             free = 0;

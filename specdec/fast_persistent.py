@@ -3,7 +3,7 @@
 A draft step is some hundred products of a few megabytes each. As launches they take 4 to 5 us however little they read;
 here one block a multiprocessor stays for all of them, and its part of the weights flows into shared memory without a
 pause, while the blocks meet after each phase of a layer. Shapes: T = B * q tokens, E hidden size, H query heads, G key
-heads, D head dimension, I width of the MLP, C slots of the cache, S shares of a row's cached tokens.
+heads, D head dimension, J = H * D, F = (H + 2 G) * D, I width of the MLP, N shares of cached tokens for one head.
 """
 
 import ctypes
@@ -28,6 +28,8 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
+    """Of the layers, and how many blocks work on them. kv_heads: heads of keys; width: of the MLP."""
+
     hidden: int
     heads: int
     kv_heads: int
@@ -105,6 +107,7 @@ class PersistentLayers:
         self._came_N = torch.zeros(T * shape.kv_heads, dtype=torch.int32, device=device)
 
     def takes(self, cache: RaggedCache, plan: Plan) -> bool:
+        """Whether the kernel is there for such a forward."""
         B, q = plan.positions_Bq.shape
         return B * q <= self.most_tokens and q <= MOST_QUERIES and type(cache) is RaggedCache
 
