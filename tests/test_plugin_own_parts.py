@@ -393,3 +393,12 @@ def test_a_row_that_failed_twice_is_left_alone() -> None:
     assert not is_to_be_fed(row, 1)
     row.failures = 1
     assert is_to_be_fed(row, 1)
+
+
+def test_without_drafts_rows_are_fed_when_they_have_missed_much() -> None:
+    pytest.importorskip("vllm")
+    from vllm_draft_spec.own_proposer import MAX_MISSED, is_to_be_fed
+
+    assert not is_to_be_fed(Row(name="a", slot=0, missed=MAX_MISSED - 1), 0)
+    assert is_to_be_fed(Row(name="a", slot=0, missed=MAX_MISSED), 0)
+    assert is_to_be_fed(Row(name="a", slot=0, missed=3), 1)

@@ -16,9 +16,6 @@ from vllm_draft_spec.versions import Anchor
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
 BASE = "vllm.v1.spec_decode.llm_base_proposer"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
-# A row's gap is closed at the latest after this many tokens. The draft's work for them is the same whenever it is
-# done; in one forward it reads its weights once and not every step.
-MAX_LAG = 64
 DRAFTER = Anchor(module=RUNNER, name="DraftModelProposer", owner="vllm.v1.spec_decode.draft_model")
 ANCHORS = (
     DRAFTER,

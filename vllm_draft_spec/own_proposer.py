@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from vllm_draft_spec.drafter import MAX_LAG, PluginDrafter
+from vllm_draft_spec.drafter import PluginDrafter
 from vllm_draft_spec.drafting import GREEDY, drop_beyond, on_device
 from vllm_draft_spec.laws import without_drafts
 from vllm_draft_spec.memory import GIB, cache_size, check_room
@@ -29,6 +29,9 @@ from vllm_draft_spec.own_rows import MISSED_AFTER_DRAFTS, Row, Rows
 from vllm_draft_spec.settings import read_settings
 
 logger = logging.getLogger("vllm.plugins.vllm_draft_spec")
+# Tokens that a row may miss while nothing is drafted. A request that ends before never pays for them; but when drafting
+# begins again all that rows have missed is fed first, a step of vLLM's at a time.
+MAX_MISSED = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,4 +252,4 @@ def is_ready(each: StepRow) -> bool:
 
 def is_to_be_fed(row: Row, k: int) -> bool:
     """All that are to draft now, and those that lag by much."""
-    return row.missed > MISSED_AFTER_DRAFTS and (k > 0 or row.missed >= MAX_LAG) and not row.undrafted
+    return row.missed > MISSED_AFTER_DRAFTS and (k > 0 or row.missed >= MAX_MISSED) and not row.undrafted

@@ -175,8 +175,8 @@ class Pilot:
 
     def _observe_between(self, step: Step, period_s: float) -> None:
         """What a step takes beyond the worker's two parts (scheduling, sampling, sending). It is paid once a round
-        however long the draft, but less of it without drafts (0.4 ms on an H200 at 64 rows, scheduled asynchronously);
-        it is learned in steps among their like, and added to each round."""
+        however long the draft, but without drafts it may be less; so it is learned in steps among their like, and
+        added to each round."""
         between_s = period_s - step.times.draft_s - step.times.verify_s
         if isfinite(between_s):
             key = bucket_of(step.times.batch), step.times.k > 0

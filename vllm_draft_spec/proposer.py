@@ -18,9 +18,13 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_draft_spec.drafter import MAX_LAG, PluginDrafter
+from vllm_draft_spec.drafter import PluginDrafter
 from vllm_draft_spec.drafting import drop_beyond, in_target_vocabulary, on_device, sample_draft, sent
 from vllm_draft_spec.pending import Pending
+
+# A row's gap is closed at the latest after this many tokens. The draft's work for them is the same whenever it is
+# done; in one forward it reads its weights once and not every step.
+MAX_LAG = 64
 
 
 class Proposer(PluginDrafter):
