@@ -103,9 +103,7 @@ def attend_short(
     tiles = G * triton.cdiv(query_rows, block_m)
     block_s = 64 if D <= 128 else 32
     splits = splits or _splits_for(B * tiles, triton.cdiv(width, block_s) + 1, qkv_TF.device)
-    merged_rows = triton.next_power_of_2(query_rows)
-    if query_rows > _MERGED_ROWS or merged_rows * splits > _MERGED_PARTS:
-        merged_rows = 0
+    merged_rows = _merged_rows(query_rows, splits)
     assert merged_rows == 0 or len(arrived_N) >= counters(B, G), "too few counters"
     out_TJ = qkv_TF.new_empty(B * q, H * D)
     partial_N = qkv_TF.new_empty(B * q * H * splits * D, dtype=torch.float32)
@@ -148,6 +146,12 @@ def attend_short(
         at = plan.positions_Bq, plan.slots_Bq
         combine[(B * q * H,)](*at, out_TJ, partial_N, lse_N, q, width, H=H, num_warps=4, **reach)
     return out_TJ
+
+
+def _merged_rows(query_rows: int, splits: int) -> int:
+    """As many, to the next power of two, as the last program adds up; 0 where another launch does."""
+    rows = triton.next_power_of_2(query_rows)
+    return rows if query_rows <= _MERGED_ROWS and rows * splits <= _MERGED_PARTS else 0
 
 
 def _splits_for(programs: int, num_blocks: int, device: torch.device) -> int:
