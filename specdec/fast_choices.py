@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,4 +64,6 @@ def _short(parts: Sequence[str]) -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    home = os.path.expanduser("~")  # stays as it is for a user without one
+    cache = os.environ.get("XDG_CACHE_HOME") or (tempfile.gettempdir() if home == "~" else os.path.join(home, ".cache"))
+    return Path(cache) / "specdec"
