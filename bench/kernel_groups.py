@@ -34,6 +34,7 @@ _COPY = {"linear": PROJECTIONS, "norm": NORM_ROPE, "attention": ATTENTION}
 
 _OURS = {  # specdec's own kernels: in a replayed graph nothing is around them
     "split_product_kernel": PROJECTIONS,
+    "decoder_layers": PROJECTIONS,  # all of a model's layers: most of its time is reading their weights
     "attend_share": ATTENTION,
     "combine": ATTENTION,
     "_rotate_and_store": NORM_ROPE,

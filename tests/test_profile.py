@@ -93,6 +93,7 @@ def pair() -> tuple[Any, Any]:
         ("aten::view", LAYER, HOST),
         ("cudaLaunchKernel", LAYER, HOST),
         ("specdec:linear", LAYER, HOST),
+        ("decoder_layers", (), PROJECTIONS),
         ("a_kernel_nobody_knows", (*LAYER, "specdec:norm"), OTHER),
         ("aten::brand_new_operator", ("specdec:phase",), OTHER),
         ("aten::additive", ("specdec:phase",), OTHER),
