@@ -76,7 +76,12 @@ struct Shared {
     u64 full[SLOTS];
 };
 
-__device__ __forceinline__ float of_bits(u32 bits) { return __int_as_float(bits << 16); }
+#ifndef ON_A_CPU // tests/gpu_on_a_cpu.cpp has these in C++
+
+__device__ __forceinline__ Shared &shared() {
+    extern __shared__ __align__(128) unsigned char memory[];
+    return *(Shared *)memory;
+}
 
 __device__ __forceinline__ u32 to_bits(float value) {
     u16 bits;
@@ -84,16 +89,11 @@ __device__ __forceinline__ u32 to_bits(float value) {
     return bits;
 }
 
-__device__ __forceinline__ float rounded(float value) { return of_bits(to_bits(value)); }
-
 __device__ __forceinline__ u32 packed(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-
-__device__ __forceinline__ float low_of(u32 pair) { return __int_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(u32 pair) { return __int_as_float(pair & 0xffff0000); }
 
 __device__ __forceinline__ float exp2_of(float value) {
     float result;
@@ -104,12 +104,6 @@ __device__ __forceinline__ float exp2_of(float value) {
 __device__ __forceinline__ float rsqrt_of(float value) {
     float result;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
-    return result;
-}
-
-__device__ __forceinline__ u32 address(const void *shared) {
-    u32 result;
-    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(result) : "l"(shared));
     return result;
 }
 
@@ -137,6 +131,65 @@ __device__ __forceinline__ u32 load_far_pair(const u16 *from) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from));
     return v;
 }
+
+__device__ __forceinline__ u32 address(const void *shared) {
+    u32 result;
+    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(result) : "l"(shared));
+    return result;
+}
+
+__device__ __forceinline__ void make_barrier(u64 *full) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(full)), "r"(THREADS) : "memory");
+}
+
+__device__ __forceinline__ void copy_16_bytes(u16 *to, const u16 *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
+}
+
+// This thread's copies so far count for the barrier when they have come.
+__device__ __forceinline__ void arrive_with_copies(u64 *full) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(full)) : "memory");
+}
+
+__device__ __forceinline__ bool is_full(u64 *full, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(address(full)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+__device__ __forceinline__ void add_one(u32 *counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ u32 count_of(u32 *counter) {
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    return count;
+}
+
+__device__ __forceinline__ u32 count_before(u32 *counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// 16 tokens times 8 rows over 16 inputs: c += a b.
+__device__ __forceinline__ void product(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+#endif
+
+__device__ __forceinline__ float of_bits(u32 bits) { return __int_as_float(bits << 16); }
+__device__ __forceinline__ float rounded(float value) { return of_bits(to_bits(value)); }
+__device__ __forceinline__ float low_of(u32 pair) { return __int_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __int_as_float(pair & 0xffff0000); }
 
 __device__ __forceinline__ float over_warp(float value) {
     for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(0xffffffff, value, apart);
@@ -171,13 +224,13 @@ struct Next {
             from = l.down + (u64)item * ROWS * I, inputs = I;
         const int slot = issued % SLOTS, units = inputs / UNIT;
         from += unit * UNIT + column;
-        const u32 to = address(&s.ring[slot * SLOT + column]);
+        u16 *to = s.ring + slot * SLOT + column;
 #pragma unroll
         for (int r = 0; r < ROWS; r += THREADS / CHUNKS) {
             const u16 *here = from + (u64)((r + row) % (ROWS / 2) + (r + row) / (ROWS / 2) * upper) * inputs;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (r + row) * SLOT_ROW * 2), "l"(here) : "memory");
+            copy_16_bytes(to + (r + row) * SLOT_ROW, here);
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(&s.full[slot])) : "memory");
+        arrive_with_copies(s.full + slot);
         issued++, free--;
         if (++unit < units) return;
         unit = 0;
@@ -194,42 +247,26 @@ struct Next {
 };
 
 __device__ __forceinline__ void wait_full(Shared &s, int used) {
-    const u32 full = address(&s.full[used % SLOTS]), parity = used / SLOTS & 1;
-    u32 done, asked = 0;
-    do {
+    u32 asked = 0;
+    while (!is_full(s.full + used % SLOTS, used / SLOTS & 1))
         if (++asked == TOO_OFTEN) __trap();
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done)
-                     : "r"(full), "r"(parity)
-                     : "memory");
-    } while (!done);
 }
 
 // What all blocks wrote before they arrive is seen by all after they waited. Each barrier of a launch has a counter of
 // its own; it is set back when all blocks have come to the next one.
 __device__ __forceinline__ void arrive(u32 *counters, int which) {
     __syncthreads();
-    if (threadIdx.x == 0)
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters + which) : "memory");
+    if (threadIdx.x == 0) add_one(counters + which);
 }
 
 __device__ __forceinline__ void wait(u32 *counters, int which) {
     if (threadIdx.x == 0) {
-        u32 arrived, asked = 0;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counters + which) : "memory");
+        u32 asked = 0;
+        while (count_of(counters + which) < GRID)
             if (++asked == TOO_OFTEN) __trap(); // some ten seconds: an error is better than a GPU that hangs
-        } while (arrived < GRID);
         if (blockIdx.x == 0) counters[(which + 5 * LAYERS - 1) % (5 * LAYERS)] = 0;
     }
     __syncthreads();
-}
-
-__device__ __forceinline__ void product(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // The x of the tokens, in shared memory or, by `far`, from other blocks, [T, UNITS * UNIT], times this block's rows of a
@@ -611,7 +648,7 @@ struct Share {
     __device__ __forceinline__ void merge(Shared &s, u16 *heads, const float *shares, const float *lse, u32 *came) {
         __syncthreads();
         if (threadIdx.x == 0) {
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(s.attention.before) : "l"(came) : "memory");
+            s.attention.before = count_before(came);
             if (s.attention.before == count - 1) *came = 0;
         }
         __syncthreads();
@@ -647,13 +684,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const long long *rows, const u16 *cosines, const u16 *sines, u16 *qkv, u16 *heads, float *shares, float *lse,
                    u16 *mlp, u16 *added, u32 *counters, u32 *came, int first_row, int width, int B, int splits,
                    float norm_epsilon, float head_epsilon, float scale) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    Shared &s = *(Shared *)memory;
+    Shared &s = shared();
     const int T = B * Q, shares_in_all = B * G * splits;
     for (int at = threadIdx.x; at < LAYERS * (int)(sizeof(Layer) / 8); at += THREADS)
         ((u64 *)s.layers)[at] = ((const u64 *)table)[at];
-    if (threadIdx.x < SLOTS)
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(&s.full[threadIdx.x])), "r"(THREADS) : "memory");
+    if (threadIdx.x < SLOTS) make_barrier(s.full + threadIdx.x);
     __syncthreads();
     Next next = {0, 0, (int)blockIdx.x, 0, 0, SLOTS};
     for (int slot = 0; slot < SLOTS; slot++) next.issue(s);

@@ -30,22 +30,27 @@ class Kernel:
     def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
         """On the current stream, all blocks on the device at once. arguments: CUDA tensors, by their address; None, a
         null pointer; or ctypes values."""
-        values = [
-            ctypes.c_void_p(each.data_ptr() if each is not None else None)
-            if each is None or isinstance(each, torch.Tensor)
-            else each
-            for each in arguments
-        ]
-        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        places, _values = addresses(arguments)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
-        self._ask("cuLaunchCooperativeKernel", self._function, *sizes, stream, addresses)
+        self._ask("cuLaunchCooperativeKernel", self._function, *sizes, stream, places)
 
     def _ask(self, call: str, *arguments: Any) -> None:
         if code := getattr(self._driver, call)(*arguments):
             said = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(said))
             raise RuntimeError(f"{call}: {(said.value or b'unknown error').decode()}")
+
+
+def addresses(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Where each of a launch's arguments lies, and what lies there, which has to outlive the call."""
+    values = [
+        ctypes.c_void_p(each.data_ptr() if each is not None else None)
+        if each is None or isinstance(each, torch.Tensor)
+        else each
+        for each in arguments
+    ]
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
 
 
 def compiled(source: str, options: Sequence[str]) -> bytes:

@@ -1,7 +1,11 @@
-"""All layers in one launch against a launch each; and that the kernel compiles, and fits into shared memory."""
+"""All layers in one launch against a launch each, and on a CPU against the model; and that the kernel compiles, and
+fits into shared memory."""
 
+import ctypes
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +18,13 @@ from bench.shapes import random_model
 pytest.importorskip("triton", reason="triton is not installed")
 
 from specdec import fast_persistent
+from specdec.fast_layers import Layer
+from specdec.fast_linear import Scratch
 from specdec.fast_persistent import PersistentLayers, Shape, _check
+from specdec.fast_residual import Residual
 from specdec.fast_tilings import graph_seconds
 from specdec.model import CachedModel
+from specdec.nvrtc import addresses
 
 ROWS, CAPACITY, VOCAB, LAYERS = 16, 200, 1000, 2
 SHARED = 232_448  # bytes a block may have on compute capability 9.0
@@ -81,6 +89,93 @@ def run(quick: CachedModel, starts: tuple[int, ...], news: tuple[int, ...], *, o
     real_Bq = plan.slots_Bq != CAPACITY
     assert torch.isfinite(logits_BqV).all()
     return logits_BqV[real_Bq].clone(), [t[..., :CAPACITY, :].clone() for pair in cache.layers.values() for t in pair]
+
+
+class KernelOnCpu:
+    """In the place of specdec.nvrtc.Kernel: the same text by a C++ compiler, each thread a fiber."""
+
+    def __init__(self, source: str, name: str, options: list[str], *, shared_bytes: int) -> None:
+        defines = [option[2:].replace("=", " ") for option in options if option.startswith("-D")]
+        shim = f'#include "{Path(__file__).with_name("gpu_on_a_cpu.cpp")}"\n'
+        text = shim + "".join(f"#define {define}\n" for define in defines) + source + shim
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "kernel.so"
+            command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+            done = subprocess.run(command, input=text, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[:3000]
+            self.library = ctypes.CDLL(str(library))
+        self.library.shared_bytes.restype = ctypes.c_ulonglong
+        assert self.library.shared_bytes() <= shared_bytes
+
+    def launch(self, blocks: int, threads: int, arguments: list) -> None:
+        places, _values = addresses(arguments)
+        self.library.launch(blocks, threads, places)
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[tuple[CachedModel, PersistentLayers]]:
+    """A model of two layers with its own cache, and its layers in one launch of two blocks."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = Qwen3Config(vocab_size=50, num_hidden_layers=2, head_dim=128, max_position_embeddings=512, **sizes)
+    eager = CachedModel(random_model(config, "cpu", torch.bfloat16, seed=0), num_rows=3, capacity=CAPACITY)
+    inner = eager.module.model
+    layers = [Layer.of(module, None, Scratch(torch.device("cpu"))) for module in inner.layers]
+    angles = inner.rotary_emb(torch.empty(1, dtype=torch.bfloat16), torch.arange(CAPACITY + 1).unsqueeze(0))
+    with pytest.MonkeyPatch.context() as patch:
+        properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=3_000_000, major=9, minor=0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(fast_persistent, "Kernel", KernelOnCpu)
+        persistent = PersistentLayers(layers, (angles[0][0].contiguous(), angles[1][0].contiguous()))
+    persistent._shares_of = lambda B: 3  # more shares than blocks, which come last by turns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_persistent, "Kernel", KernelOnCpu)
+        yield eager, persistent
+
+
+@pytest.mark.parametrize(
+    ("starts", "news"),
+    [
+        ((0, -1, 130), (2, 2, 2)),
+        ((5, 180, 64), (1, 1, 1)),
+        pytest.param((150,), (1,), marks=pytest.mark.slow),
+        pytest.param((130,), (2,), marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_on_a_cpu_the_kernel_computes_the_models_layers(on_cpu, starts, news) -> None:
+    eager, persistent = on_cpu
+    cache, inner = eager.cache, eager.module.model
+    generator = torch.Generator().manual_seed(1)
+    before = [[torch.randn(t.shape, generator=generator).to(t) for t in pair] for pair in cache.layers.values()]
+    B, q = len(starts), max(news)
+    tokens_Bq = torch.arange(B * q).view(B, q) + 3
+    outs = []
+    for one in (False, True):
+        for pair, values in zip(cache.layers.values(), before, strict=True):
+            for tensor, value in zip(pair, values, strict=True):
+                tensor.copy_(value)
+        plan = cache.plan(torch.tensor(starts), torch.tensor(news), q, slice(0, B), None)
+        if one:
+            values_TE = inner.embed_tokens(tokens_Bq.flatten())
+            residual = Residual(values_TE=values_TE, squares_TP=torch.zeros(B * q, 1))
+            for _ in range(2):  # the second launch finds counters as the first one left them
+                residual.values_TE.copy_(inner.embed_tokens(tokens_Bq.flatten()))
+                persistent.stream(residual, cache, plan)
+            states = inner.norm(residual.values_TE).view(B, q, -1)
+            squares_T = residual.values_TE.float().square().sum(1)
+            torch.testing.assert_close(residual.squares_TP[:, 0], squares_T, rtol=1e-5, atol=0)
+        else:
+            states = eager.module(**cache.inputs(tokens_Bq, plan), output_hidden_states=True).hidden_states[-1]
+        real_Bq = plan.slots_Bq != CAPACITY
+        kept = [tensor[:B, :, :CAPACITY].clone() for pair in cache.layers.values() for tensor in pair]
+        outs.append((states[real_Bq], kept))
+    assert error(outs[1][0], outs[0][0]) < 0.02
+    for got, expected in zip(outs[1][1], outs[0][1], strict=True):
+        assert error(got, expected) < 2e-3
+        assert (got != expected).float().mean() < 0.01
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
