@@ -52,9 +52,10 @@ def write_result(
     started: str,
     command: str | None = None,
     device: Mapping[str, Any] | None = None,
+    note: str = "",
 ) -> dict[str, Any]:
-    """Write a result atomically and return it; device: where it was measured when not by this process. ValueError, and
-    no file, when a value is not of the schema."""
+    """Write a result atomically and return it; device: where it was measured when not by this process; note: a line
+    under the report's heading. ValueError, and no file, when a value is not of the schema."""
     result = {
         "schema": SCHEMA,
         "stage": stage,
@@ -67,6 +68,8 @@ def write_result(
         "rows": [without_nan(dict(row)) for row in rows],
         "gates": {name: without_nan(dict(record)) for name, record in gates.items()},
     }
+    if note:
+        result["note"] = note
     check_result(result, str(path))
     files.write_atomic(Path(path), json.dumps(result, indent=1, allow_nan=False) + "\n")
     return result

@@ -24,6 +24,7 @@ STARTS = r"(?:[A-Z_]+=\S+ +)*(?:make |scripts/|slurm/|python3? |pip |vllm |sbatc
 NOT_RUN = {
     r"^make (demo|chat|test|test-all|local)\b": "make test-all runs these itself; chat needs a download",
     r"Qwen/|\bTARGET\b": "downloads gigabytes, or stands for names of yours",
+    r"train\.sweep_": "needs a GPU for minutes, and files of prompts",
     r"configs/qwen3_8b|cuda|gpu_check|train_speed|engine_speed": "needs a GPU",
     r"slurm/|sbatch|srun|scancel|^make (all|status|logs|cancel|clean-scratch)\b": "needs a cluster",
     r"05_bench_vllm|vllm |SPECDEC_PLUGIN|localhost|bench_vllm|vllm_(identity|law|speed)": "runs vLLM: other tests do",

@@ -19,6 +19,7 @@ from train import sweep, sweep_batches, sweep_policy, sweep_traces
 from train.losses import Targets
 from train.sweep_losses import TeacherLaw, acceptance, loss_of
 from train.sweep_models import Teacher, make_student, student_logits
+from train.sweep_plan import load_plan
 from train.texts import Text, load_texts, save_texts
 
 
@@ -285,3 +286,12 @@ def test_own_texts_continue_the_targets(monkeypatch: pytest.MonkeyPatch) -> None
         if number % 2:
             assert len(batch.at_N) == 2 * 3  # a quarter of the rows, only what the student wrote
             assert set(batch.next_N.tolist()) <= {3, 1, 7, 9}
+
+
+def test_the_plan_of_the_project_has_options_that_the_programs_know() -> None:
+    plan = load_plan(Path(__file__).resolve().parent.parent / "configs" / "sweep_smollm2.json")
+    for options in (plan.texts.options, plan.texts.heldout_options):
+        assert sweep_traces._arguments(["--target", "t", "--prompts", "p", "--out", "o", *options]).copies
+    for each in plan.processes:
+        given = ["--target", "t", "--texts", "p", "--heldout", "h", "--cells", "[]", "--out", "o"]
+        assert sweep._arguments([*given, *each.options, *plan.smaller]).batch_tokens == 8192

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import files
+from pipeline import files, manifest
 from pipeline.config import DraftConfig, ModelsConfig
 from pipeline.models import load_target, resolve, revision
 from specdec.pruned import load_pruned_model
@@ -33,6 +33,7 @@ from train.intervals import ratio_interval
 from train.sweep_batches import Batch, batch_of, endless_batches, grouped
 from train.sweep_losses import TOP, TeacherLaw, acceptance, loss_of
 from train.sweep_models import Teacher, make_student, save_student, student_logits
+from train.sweep_plan import Cell
 from train.sweep_policy import mixed_with_own
 from train.texts import Text, load_texts
 
@@ -40,18 +41,6 @@ WARMUP_STEPS = 40
 DECAY_FROM = 0.65
 REPORT_EVERY = 25
 PRINT_SECONDS = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One draft to train."""
-
-    name: str
-    loss: str
-    layers: int = 4
-    head: int = 4096
-    tokens: float
-    lr: float = 1e-3
 
 
 @dataclass(kw_only=True)
@@ -231,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(out: Path, rows: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
     curves = {run.cell.name: run.curve for run in runs}
-    files.write_atomic(out / "rows.json", json.dumps({"rows": rows, "curves": curves}))
+    found = {"rows": rows, "curves": curves, "device": manifest.device()}
+    files.write_atomic(out / "rows.json", json.dumps(found))
 
 
 def _summary(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
