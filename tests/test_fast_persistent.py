@@ -139,7 +139,7 @@ def on_cpu() -> Iterator[tuple[CachedModel, PersistentLayers]]:
     ("starts", "news"),
     [
         ((0, -1, 130), (2, 2, 2)),
-        ((5, 180, 64), (1, 1, 1)),
+        pytest.param((5, 180, 64), (1, 1, 1), marks=pytest.mark.slow),
         pytest.param((150,), (1,), marks=pytest.mark.slow),
         pytest.param((130,), (2,), marks=pytest.mark.slow),
     ],
