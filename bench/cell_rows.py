@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import pandas as pd
+
 from pipeline.results import read_result, write_result
+
+
+def write_as_they_come(
+    rows: Iterable[Mapping[str, Any]],
+    out: Path,
+    *,
+    stage: str,
+    run: str,
+    gate: str,
+    judge: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
+) -> bool:
+    """For a bench of one go: the file after every row, its gate by `judge`, both printed at the end; whether the gate
+    passes."""
+    started, found = datetime.now(UTC).isoformat(timespec="seconds"), list[Mapping[str, Any]]()
+    for row in rows:
+        found.append(row)
+        write_result(out, stage=stage, run=run, rows=found, gates={gate: judge(found)}, started=started)
+    judged = judge(found)
+    print(pd.DataFrame(found).to_string(index=False))
+    print(f"{judged['state']}: {judged['reason']}")
+    return bool(judged["state"] == "pass")
 
 
 class Named(Protocol):

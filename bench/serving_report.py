@@ -18,6 +18,11 @@ from bench.tables import evidence_table, gate_table, number, plain_table
 from pipeline.tables import to_markdown
 
 STAGES = ("vllm_speed", "vllm_identity", "vllm_law", "05_bench_vllm", "05_smoke", "vllm_lengths", "draft_window")
+# Those shown as they are, with their gate.
+JUDGED = {
+    "vllm_identity": "Greedy texts with the plugin against those without speculation, and each that parts",
+    "vllm_law": "Sampled text with the plugin against the target's law, enumerated; the control must not follow it",
+}
 OUT = "RESULTS_SERVING.md"
 BUSY = 2.0  # processes a core that want to run: the server and the load generator alone stay below it
 INTRODUCTION = """\
@@ -57,12 +62,8 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     if result["stage"] == "vllm_speed":
         yield from _speed(result)
         return
-    if result["stage"] == "vllm_identity":
-        yield "\nGreedy texts with the plugin against those without speculation, and each that parts:\n"
-        yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
-        return
-    if result["stage"] == "vllm_law":
-        yield "\nSampled text with the plugin against the target's law, enumerated; the control must not follow it:\n"
+    if result["stage"] in JUDGED:
+        yield f"\n{JUDGED[result['stage']]}:\n"
         yield f"{to_markdown(gate_table(result))}\n\n{to_markdown(plain_table(result))}\n"
         return
     if result["stage"] == "draft_window":

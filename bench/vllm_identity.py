@@ -16,13 +16,12 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
+from bench.cell_rows import write_as_they_come
 from bench.memory import GIB
 from bench.serving_checks import LOGPROBS, TIE, compare, parting
 from bench.tiny_models import noisy_copy, tiny_model
@@ -31,7 +30,7 @@ from bench.vllm_methods import DRAFT, OWN, Method
 from bench.vllm_speed_rows import short
 from bench.vllm_turns import START_S, Wave, Worker, WorkerError
 from data.common import encode_prompt
-from pipeline.results import gate, write_result
+from pipeline.results import gate
 
 STAGE = "vllm_identity"
 K_MAX = 8
@@ -242,21 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{folder} holds no config.json; expected a model's folder, as transformers saves one")
     if args.new_tokens < 1:
         parser.error(f"--new-tokens is {args.new_tokens}; expected a whole number from 1 on")
-    started = datetime.now(UTC).isoformat(timespec="seconds")
     dtypes = args.dtypes or (["bfloat16", "float32"] if torch.cuda.is_available() else ["float32"])
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         work = args.work or Path(scratch)
         target, draft = (args.target, args.draft) if args.target else random_pair(work / "models")
         pair = Identity(target, draft, work, args.new_tokens)
-        for row in pair.rows(dtypes):
-            rows.append({"target": target.name, "draft": draft.name, **row})
-            gates = {"G6 greedy": identity_gate(rows)}
-            write_result(args.out, stage=STAGE, run=args.run, rows=rows, gates=gates, started=started)
-    found = identity_gate(rows)
-    print(pd.DataFrame(rows).to_string(index=False))
-    print(f"{found['state']}: {found['reason']}")
-    return 0 if found["state"] == "pass" else 1
+        names = {"target": target.name, "draft": draft.name}
+        rows = (names | row for row in pair.rows(dtypes))
+        passes = write_as_they_come(rows, args.out, stage=STAGE, run=args.run, gate="G6 greedy", judge=identity_gate)
+    return 0 if passes else 1
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.cell_rows import write_as_they_come
 from bench.law import Oracle, count_cells, enumerate_law
 from bench.law_stats import LawCheck, check_law
 from bench.memory import GIB
@@ -33,7 +32,7 @@ from bench.vllm_identity import METHODS
 from bench.vllm_methods import Method
 from bench.vllm_speed_rows import short
 from bench.vllm_turns import START_S, Wave, Worker, WorkerError
-from pipeline.results import gate, write_result
+from pipeline.results import gate
 from specdec import SamplingParams
 
 STAGE = "vllm_law"
@@ -168,17 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.samples < 1:
         parser.error(f"--samples is {args.samples}; expected a whole number from 1 on")
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    found: list[dict[str, Any]] = []
+    names = {"target": "random", "draft": "noisy copy"}
     with tempfile.TemporaryDirectory() as scratch:
-        for row in rows(args.dtypes, args.samples, args.work or Path(scratch)):
-            found.append({"target": "random", "draft": "noisy copy", **row})
-            gates = {"G6 sampled": law_gate(found)}
-            write_result(args.out, stage=STAGE, run=args.run, rows=found, gates=gates, started=started)
-    judged = law_gate(found)
-    print(pd.DataFrame(found).to_string(index=False))
-    print(f"{judged['state']}: {judged['reason']}")
-    return 0 if judged["state"] == "pass" else 1
+        found = (names | row for row in rows(args.dtypes, args.samples, args.work or Path(scratch)))
+        passes = write_as_they_come(found, args.out, stage=STAGE, run=args.run, gate="G6 sampled", judge=law_gate)
+    return 0 if passes else 1
 
 
 if __name__ == "__main__":

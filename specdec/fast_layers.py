@@ -98,7 +98,9 @@ class FastDecoder:
             cosine_1CD, sine_1CD = inner.rotary_emb(probe_E, torch.arange(num_positions, device=device).unsqueeze(0))
             self.angles_CD = cosine_1CD[0].contiguous(), sine_1CD[0].contiguous()
             check_angles(*self.angles_CD, head_dim=inner.layers[0].self_attn.head_dim)
-            kv_heads = max(m.self_attn.k_proj.out_features // m.self_attn.head_dim for m in used)
+            dim = inner.layers[0].self_attn.head_dim
+            self._kv_shapes = {int(m.self_attn.layer_idx): (m.self_attn.k_proj.out_features // dim, dim) for m in used}
+            kv_heads = max(heads for heads, _ in self._kv_shapes.values())
             self.arrived_N = torch.zeros(
                 counters(max(num_rows, MOST_TOKENS), kv_heads), dtype=torch.int32, device=device
             )
@@ -124,11 +126,8 @@ class FastDecoder:
         except (ValueError, RuntimeError, OSError) as error:
             logger.debug("the layers stay launches of their own: %s", error)
             return None
-        cache = self._timed_cache(persistent.most_tokens)
         while persistent.most_tokens:
-            tokens_B1 = torch.zeros(persistent.most_tokens, 1, dtype=torch.int64, device=cache.lengths_B.device)
-            start_B = torch.full_like(tokens_B1[:, 0], cache.capacity - 1)
-            plan = cache.plan(start_B, torch.ones_like(start_B), 1, slice(0, len(start_B)), None)
+            tokens_B1, cache, plan = self._to_time(persistent.most_tokens, 1)
             seconds = []
             for self.persistent in (persistent, None):
                 states = partial(self.states, tokens_B1, cache, plan, 1, len(self.layers))
@@ -200,11 +199,8 @@ class FastDecoder:
     def _forward_to_time(self, rows: int, fused: bool) -> Callable[[], object]:
         """A forward of so many tokens, over a short context."""
         B = min(rows, _TIMED_ROWS)
-        cache = self._timed_cache(B)
-        tokens_Bq = torch.zeros(B, rows // B, dtype=torch.int64, device=self.embedding_VE.device)
-        q = tokens_Bq.shape[1]
-        start_B = torch.full_like(tokens_Bq[:, 0], cache.capacity - q)
-        attention = self._attends(cache, cache.plan(start_B, torch.full_like(start_B, q), q, slice(0, B), None))
+        tokens_Bq, cache, plan = self._to_time(B, rows // B)
+        attention = self._attends(cache, plan)
 
         def run() -> Tensor:
             if fused:
@@ -215,17 +211,14 @@ class FastDecoder:
 
         return run
 
-    def _timed_cache(self, num_rows: int) -> RaggedCache:
-        head_dim = self.angles_CD[0].shape[1]
-        first = self.layers[0]
-        kv_heads = (len(first.qkv.weight_NK) - first.out.weight_NK.shape[1]) // (2 * head_dim)
-        return RaggedCache(
-            {layer.index: (kv_heads, head_dim) for layer in self.layers},
-            num_rows=num_rows,
-            capacity=min(_TIMED_CONTEXT, len(self.angles_CD[0])),
-            dtype=self.embedding_VE.dtype,
-            device=self.embedding_VE.device,
-        )
+    def _to_time(self, B: int, q: int) -> tuple[Tensor, RaggedCache, Plan]:
+        """Tokens [B, q] at the end of a short context, its cache and their plan."""
+        capacity, device = min(_TIMED_CONTEXT, len(self.angles_CD[0])), self.embedding_VE.device
+        options: dict[str, Any] = {"dtype": self.embedding_VE.dtype, "device": device}
+        cache = RaggedCache(self._kv_shapes, num_rows=B, capacity=capacity, **options)
+        tokens_Bq = torch.zeros(B, q, dtype=torch.int64, device=device)
+        start_B = torch.full_like(tokens_Bq[:, 0], capacity - q)
+        return tokens_Bq, cache, cache.plan(start_B, torch.full_like(start_B, q), q, slice(0, B), None)
 
     def _attends(self, cache: RaggedCache, plan: Plan) -> Callable[[Layer, Tensor], Tensor]:
         return lambda layer, qkv_TF: self._attention(layer, qkv_TF, cache, plan)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -76,6 +76,7 @@ class Choice:
         return _fields(self.plain), [asdict(tiling) for tiling in self.ranked]
 
 
+T = TypeVar("T")
 Key = tuple[object, ...]
 # By kind and number of products: for one row, for few.
 Choices = dict[Key, tuple[Choice, ...]]
@@ -94,12 +95,14 @@ def choose_tilings(
         for tiling in candidates(N, K):
             products[0].scratch.reserve(*tiling.scratch(N))
     for key, group in _by_kind(products).items():
-        if key not in known and kept is not None and (values := kept.get(key)):
-            known[key] = tuple(map(Choice.of, values))
         if key not in known:
-            known[key] = tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS[:2])
-            if kept is not None:
-                kept.put(key, [choice.kept() for choice in known[key]])
+            known[key] = _found(
+                kept,
+                key,
+                partial(_timed_by_class, group, seconds),
+                of=lambda values: tuple(map(Choice.of, values)),
+                to=lambda choices: [choice.kept() for choice in choices],
+            )
         for product in group:
             product.single, product.few = (choice.plain for choice in known[key])
 
@@ -120,18 +123,36 @@ def choose_fused(
     groups = {(*key, False): group for key, group in _by_kind(reading).items()}
     groups |= {(*key, True): group for key, group in _by_kind(adding).items()}
     all_kinds = tuple(groups)
-    if all_kinds not in known and kept is not None and (values := kept.get(all_kinds)):
-        known[all_kinds] = {key: tuple(map(_tiling, each)) for key, each in zip(groups, values, strict=True)}
     if all_kinds not in known:
-        chosen = [_fastest_together(groups, which, forward, seconds, choices) for which in range(len(ROW_CLASSES))]
-        known[all_kinds] = {key: tuple(each.get(key) for each in chosen) for key in groups}
-        if kept is not None:
-            kept.put(all_kinds, [list(map(_fields, each)) for each in known[all_kinds].values()])
+
+        def timed() -> dict[Key, tuple[Tiling | None, ...]]:
+            chosen = [_fastest_together(groups, which, forward, seconds, choices) for which in range(len(ROW_CLASSES))]
+            return {key: tuple(each.get(key) for each in chosen) for key in groups}
+
+        known[all_kinds] = _found(
+            kept,
+            all_kinds,
+            timed,
+            of=lambda values: {key: tuple(map(_tiling, each)) for key, each in zip(groups, values, strict=True)},
+            to=lambda found: [list(map(_fields, each)) for each in found.values()],
+        )
     for key, group in groups.items():
         for product in group:
             product.fused = known[all_kinds][key]
             _reserve(product, product.fused)
     return tuple(tiling is not None for tiling in reading[0].fused)
+
+
+def _found(
+    kept: KeptChoices | None, key: Key, timed: Callable[[], T], *, of: Callable[[Any], T], to: Callable[[T], Any]
+) -> T:
+    """What is kept under the key, read by `of`; else what is timed now, which `to` makes JSON of."""
+    if kept is not None and (values := kept.get(key)):
+        return of(values)
+    found = timed()
+    if kept is not None:
+        kept.put(key, to(found))
+    return found
 
 
 def _tiling(fields: dict[str, Any] | None) -> Tiling | None:
@@ -157,6 +178,10 @@ def _by_kind(products: Sequence[Product]) -> dict[Key, list[Product]]:
     for product in products:
         groups.setdefault(product.kind, []).append(product)
     return {(*kind, len(group)): group for kind, group in groups.items()}
+
+
+def _timed_by_class(group: list[Product], seconds: Seconds) -> tuple[Choice, ...]:
+    return tuple(_timed(group, rows, seconds) for rows in _CLASS_ROWS[:2])
 
 
 def _timed(group: list[Product], rows: int, seconds: Seconds) -> Choice:

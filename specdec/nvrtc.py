@@ -6,6 +6,7 @@ No CUDA toolkit is needed. Errors are RuntimeError with what the compiler or the
 import ctypes
 import importlib.util
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ class Kernel:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._shared_bytes = shared_bytes
         torch.cuda.current_stream()  # the device's context is there
-        self._image = compiled(source, options)
+        image = compiled(source, tuple(options))
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._ask("cuModuleLoadData", ctypes.byref(self._module), self._image)
+        self._ask("cuModuleLoadData", ctypes.byref(self._module), image)
         self._ask("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         self._ask("cuFuncSetAttribute", self._function, _MOST_SHARED_MEMORY, shared_bytes)
 
@@ -53,8 +54,9 @@ def addresses(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
 
 
-def compiled(source: str, options: Sequence[str]) -> bytes:
-    """The code for the device that --gpu-architecture names."""
+@lru_cache
+def compiled(source: str, options: tuple[str, ...]) -> bytes:
+    """The code for the device that --gpu-architecture names; once a process, since engines are made again and again."""
     library = _library()
     program = ctypes.c_void_p()
     made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)

@@ -124,15 +124,14 @@ def on_cpu() -> Iterator[tuple[CachedModel, PersistentLayers]]:
     inner = eager.module.model
     layers = [Layer.of(module, None, Scratch(torch.device("cpu"))) for module in inner.layers]
     angles = inner.rotary_emb(torch.empty(1, dtype=torch.bfloat16), torch.arange(CAPACITY + 1).unsqueeze(0))
-    with pytest.MonkeyPatch.context() as patch:
-        properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=3_000_000, major=9, minor=0)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        patch.setattr(fast_persistent, "Kernel", KernelOnCpu)
-        persistent = PersistentLayers(layers, (angles[0][0].contiguous(), angles[1][0].contiguous()))
-    persistent._shares_of = lambda B: 3  # more shares than blocks, which come last by turns
+    properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=3_000_000, major=9, minor=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_persistent, "Kernel", KernelOnCpu)
+        with patch.context() as device:
+            device.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+            device.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+            persistent = PersistentLayers(layers, (angles[0][0].contiguous(), angles[1][0].contiguous()))
+        persistent._shares_of = lambda B: 3  # more shares than blocks, which come last by turns
         yield eager, persistent
 
 
@@ -160,10 +159,9 @@ def test_on_a_cpu_the_kernel_computes_the_models_layers(on_cpu, starts, news) ->
                 tensor.copy_(value)
         plan = cache.plan(torch.tensor(starts), torch.tensor(news), q, slice(0, B), None)
         if one:
-            values_TE = inner.embed_tokens(tokens_Bq.flatten())
-            residual = Residual(values_TE=values_TE, squares_TP=torch.zeros(B * q, 1))
             for _ in range(2):  # the second launch finds counters as the first one left them
-                residual.values_TE.copy_(inner.embed_tokens(tokens_Bq.flatten()))
+                values_TE = inner.embed_tokens(tokens_Bq.flatten())
+                residual = Residual(values_TE=values_TE, squares_TP=torch.zeros(B * q, 1))
                 persistent.stream(residual, cache, plan)
             states = inner.norm(residual.values_TE).view(B, q, -1)
             squares_T = residual.values_TE.float().square().sum(1)
