@@ -10,14 +10,16 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SOURCES = ("fast_kernels", "fast_layers", "fast_linear", "fast_product", "fast_residual", "fast_tilings")
 
@@ -50,6 +52,18 @@ class KeptChoices:
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
+
+
+def kept_or_timed(
+    kept: KeptChoices | None, key: object, timed: Callable[[], T], *, of: Callable[[Any], T], to: Callable[[T], Any]
+) -> T:
+    """What is kept under the key, read by `of`; else what is timed now, which `to` makes JSON of."""
+    if kept is not None and (values := kept.get(key)):
+        return of(values)
+    found = timed()
+    if kept is not None:
+        kept.put(key, to(found))
+    return found
 
 
 def kept_for(device: torch.device) -> KeptChoices:

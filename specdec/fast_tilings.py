@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from specdec.fast_choices import KeptChoices
+from specdec.fast_choices import KeptChoices, kept_or_timed
 from specdec.fast_kernels import add_norm
 from specdec.fast_linear import MAX_ROWS, ROW_CLASSES, Product, Tiling
 from specdec.fast_residual import Norm, Normed, Residual
@@ -76,7 +76,6 @@ class Choice:
         return _fields(self.plain), [asdict(tiling) for tiling in self.ranked]
 
 
-T = TypeVar("T")
 Key = tuple[object, ...]
 # By kind and number of products: for one row, for few.
 Choices = dict[Key, tuple[Choice, ...]]
@@ -96,7 +95,7 @@ def choose_tilings(
             products[0].scratch.reserve(*tiling.scratch(N))
     for key, group in _by_kind(products).items():
         if key not in known:
-            known[key] = _found(
+            known[key] = kept_or_timed(
                 kept,
                 key,
                 partial(_timed_by_class, group, seconds),
@@ -129,7 +128,7 @@ def choose_fused(
             chosen = [_fastest_together(groups, which, forward, seconds, choices) for which in range(len(ROW_CLASSES))]
             return {key: tuple(each.get(key) for each in chosen) for key in groups}
 
-        known[all_kinds] = _found(
+        known[all_kinds] = kept_or_timed(
             kept,
             all_kinds,
             timed,
@@ -141,18 +140,6 @@ def choose_fused(
             product.fused = known[all_kinds][key]
             _reserve(product, product.fused)
     return tuple(tiling is not None for tiling in reading[0].fused)
-
-
-def _found(
-    kept: KeptChoices | None, key: Key, timed: Callable[[], T], *, of: Callable[[Any], T], to: Callable[[T], Any]
-) -> T:
-    """What is kept under the key, read by `of`; else what is timed now, which `to` makes JSON of."""
-    if kept is not None and (values := kept.get(key)):
-        return of(values)
-    found = timed()
-    if kept is not None:
-        kept.put(key, to(found))
-    return found
 
 
 def _tiling(fields: dict[str, Any] | None) -> Tiling | None:
